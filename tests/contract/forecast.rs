@@ -1,8 +1,10 @@
 //! A memory forecast is what the model then holds, kind by kind, to the byte.
 
-use burn::module::{Module, Param};
+use std::collections::HashMap;
+
+use burn::module::{Lora, Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig};
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, Rank, WorldSize};
@@ -30,7 +32,7 @@ impl Tied {
 }
 
 impl Tied {
-    fn new(blocks: usize, device: &burn::tensor::Device) -> Self {
+    fn new(blocks: usize, device: &Device) -> Self {
         let tokens = EmbeddingConfig::new(37, WIDTH).init(device);
         Self {
             output: tokens.weight.clone(),
@@ -43,12 +45,22 @@ impl Tied {
 
 /// Compares the memory of two steps, of `batches` micro-batches each, with the forecast.
 fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
+    assert_model_as_forecast(|device| Tied::new(4, device), world, options, batches);
+}
+
+/// Does so for the model that `new` makes.
+fn assert_model_as_forecast(
+    new: fn(&Device) -> Tied,
+    world: usize,
+    options: FsdpOptions,
+    batches: usize,
+) {
     let options = options.with_optimizer_check(false);
     let what = format!("{world} ranks, {batches} batches, {options:?}");
     on_ranks(world, move |worker| {
         let device = worker.device();
         let mesh = Mesh::new(worker.rank(), worker.world());
-        let model = Tied::new(4, device);
+        let model = new(device);
         let forecast = MemoryForecast::new(&model, mesh, &options)?.with_optimizer(2);
         let forecast = if batches > 1 { forecast.with_accumulation() } else { forecast };
         assert!(!model.tokens.weight.is_initialized(), "a forecast initialises no parameter");
@@ -72,12 +84,64 @@ fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
         let found = [host.shards, host.replicated, host.gradients];
         let expected = [forecast.host.shards, forecast.host.replicated, forecast.host.gradients];
         assert_eq!(found.map(|usage| usage.peak), expected, "{what}\n{host}\n{forecast}");
+        let mut elements = Elements::default();
+        model.visit(&mut elements);
         let stored = if forecast.host.total() > 0 { host } else { memory };
-        let held = stored.shards.now + stored.replicated.now;
+        let held = match elements.any_frozen {
+            true => elements.trained.values().sum::<usize>() * size_of::<f32>(),
+            false => stored.shards.now + stored.replicated.now,
+        };
         assert!(held > 0, "{what}");
         assert_eq!(forecast.optimizer + forecast.host.optimizer, 2 * held, "{what}");
         Ok(())
     });
+}
+
+/// Number of elements of each parameter that requires a gradient: of this rank's shard. An empty shard is
+/// stored as one element, and no shard here has one.
+#[derive(Default)]
+struct Elements {
+    trained: HashMap<ParamId, usize>,
+    any_frozen: bool,
+}
+
+impl ModuleVisitor for Elements {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let base = param.base();
+        let elements = base.shape().num_elements();
+        match base.is_require_grad() {
+            true => self.trained.insert(param.id, if elements > 1 { elements } else { 0 }),
+            false => return self.any_frozen = true,
+        };
+    }
+}
+
+/// Frozen parameters have neither gradients nor optimizer state.
+#[test]
+fn frozen_parameters() {
+    fn partly_frozen(device: &Device) -> Tied {
+        let model = Tied::new(4, device);
+        let blocks = model.blocks.into_iter().enumerate();
+        let blocks = blocks.map(|(at, block)| match at {
+            0 => block.freeze(),
+            1 => block.apply_lora(Lora::new(2, 4.0)),
+            _ => block,
+        });
+        let [tokens, output] =
+            [model.tokens.weight, model.output].map(|w| w.set_require_grad(false));
+        let tokens = Embedding { weight: tokens, ..model.tokens };
+        Tied { tokens, output, blocks: blocks.collect(), norm: model.norm }
+    }
+    let options = FsdpOptions::new();
+    for options in [
+        options.clone(),
+        options.clone().with_strategy(ShardingStrategy::NoShard),
+        options.with_offload(OffloadPolicy::Params { pin_memory: false }),
+    ] {
+        for (world, batches) in [(1, 1), (2, 1), (2, 3)] {
+            assert_model_as_forecast(partly_frozen, world, options.clone(), batches);
+        }
+    }
 }
 
 /// The check of the optimizer leaves state that belongs to no parameter.

@@ -1,6 +1,6 @@
 //! A plan has the collectives, the bytes and the memory of a real step, in the order of a real step.
 
-use burn::module::{Module, Param};
+use burn::module::{Lora, Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use fsdp_runtime::optim::AdamWConfig;
@@ -125,12 +125,22 @@ fn counted(before: &Counts, after: &Counts) -> [usize; 9] {
 
 /// Compares the counts and the memory of two steps, of `batches` micro-batches each, with the plan.
 fn assert_as_planned<M: Trained + 'static>(world: usize, options: FsdpOptions, batches: usize) {
+    assert_model_as_planned(M::new, world, options, batches);
+}
+
+/// Does so for the model that `new` makes.
+fn assert_model_as_planned<M: Trained + 'static>(
+    new: fn(&Device) -> M,
+    world: usize,
+    options: FsdpOptions,
+    batches: usize,
+) {
     let options = options.with_optimizer_check(false).with_seed(3);
     let what = format!("{world} ranks, {batches} batches, {options:?}");
     on_ranks(world, move |worker| {
         let device = worker.device();
         let mesh = Mesh::new(worker.rank(), worker.world());
-        let model = M::new(device);
+        let model = new(device);
         let plan = Plan::new(&model, mesh, &options)?;
         let planned = counted(&Counts::default(), &plan.counts(batches));
         let mut model = fully_shard(model, worker, options.clone())?;
@@ -166,6 +176,46 @@ fn strategies_and_worlds() {
             let options = FsdpOptions::new().with_strategy(strategy).with_shard_size(shard_size);
             assert_as_planned::<Flat>(world, options.clone(), 1);
             assert_as_planned::<Model>(world, options, 1);
+        }
+    }
+}
+
+/// Returns a model whose embedding and first block are frozen, and the matrices of the second block. The
+/// third one has adapters, and the others are trained.
+fn partly_frozen(device: &Device) -> Flat {
+    let Flat { tokens, blocks } = Flat::new(device);
+    let blocks = blocks.into_iter().enumerate().map(|(at, block)| match at {
+        0 => block.freeze(),
+        1 => {
+            let up = Linear { weight: block.up.weight.set_require_grad(false), ..block.up };
+            let down = Linear { weight: block.down.weight.set_require_grad(false), ..block.down };
+            Block { up, down, ..block }
+        }
+        2 => block.apply_lora(Lora::new(2, 4.0)),
+        _ => block,
+    });
+    Flat { tokens: tokens.freeze(), blocks: blocks.collect() }
+}
+
+#[test]
+fn frozen_parameters_and_adapters() {
+    let options = FsdpOptions::new();
+    let recomputed = options.clone().with_activation_checkpointing(ActivationCheckpointing::All);
+    let codes = StoragePolicy::new().with_frozen(StorageType::NF4);
+    for options in [
+        options.clone(),
+        options.clone().with_strategy(ShardingStrategy::ShardGradOp),
+        options.clone().with_strategy(ShardingStrategy::NoShard),
+        options.clone().with_offload(OffloadPolicy::Params { pin_memory: false }),
+        options.clone().with_backward_prefetch(BackwardPrefetch::Post),
+        options.clone().with_storage(codes),
+        options.with_quantized_reductions(Some(64)),
+        recomputed,
+    ] {
+        for world in [1, 2, 4] {
+            for batches in [1, 2] {
+                assert_model_as_planned(partly_frozen, world, options.clone(), batches);
+            }
         }
     }
 }

@@ -44,8 +44,8 @@ pub(crate) struct ParamSpec {
     pub(crate) placement: Placement,
     /// Form in which the parameter is stored and sent.
     pub(crate) storage: StorageType,
-    /// Whether the parameter required a gradient when the model was sharded. True if all parameters
-    /// are stored in f32, where it makes no difference.
+    /// Whether the parameter required a gradient when the model was sharded or planned. One that is
+    /// stored in f32 may be frozen or unfrozen later.
     pub(crate) is_trained: bool,
     /// Codes that shards are sent in, if they are not sent as they are stored.
     pub(crate) codes: Option<StorageType>,
@@ -244,16 +244,17 @@ impl Unit {
         self.params.iter().filter(|entry| !matches!(entry.placement, Placement::TiedTo(_)))
     }
 
-    /// Returns the unit's parameters that can be trained, without the aliases of tied weights.
-    fn trainable(&self) -> impl Iterator<Item = &ParamSpec> {
-        self.owned().filter(|entry| entry.is_trainable())
+    /// Returns the unit's parameters that required a gradient when the model was sharded or planned,
+    /// without the aliases of tied weights.
+    pub(crate) fn trained(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.owned().filter(|entry| entry.is_trained)
     }
 
     /// Returns the bytes of the unit's full gradients, in the dtypes of the autodiff graph and in
     /// the dtypes of the reduction. Full gradients that wait for a reduction have the latter.
     pub(crate) fn gradient_bytes(&self) -> (usize, usize) {
         let bytes = |of: fn(&ParamSpec) -> DType| {
-            self.trainable().map(|entry| entry.numel() * of(entry).size()).sum()
+            self.trained().map(|entry| entry.numel() * of(entry).size()).sum()
         };
         (bytes(|entry| entry.dtype), bytes(|entry| entry.reduce_dtype))
     }
@@ -261,7 +262,7 @@ impl Unit {
     /// Returns the bytes of the codes of the unit's gradients while they are reduced: what a rank sends,
     /// and what it receives.
     pub(crate) fn gradient_code_bytes(&self) -> usize {
-        let coded = self.trainable().filter(|entry| entry.gradient_codes.is_some());
+        let coded = self.trained().filter(|entry| entry.gradient_codes.is_some());
         coded.map(|entry| 2 * entry.sent_gradient_bytes()).sum()
     }
 
@@ -273,7 +274,7 @@ impl Unit {
 
     /// Returns the bytes of the gradients of this rank's shards and replicated parameters, in f32.
     pub(crate) fn reduced_bytes(&self) -> usize {
-        self.trainable().map(|entry| entry.range().len() * size_of::<f32>()).sum()
+        self.trained().map(|entry| entry.range().len() * size_of::<f32>()).sum()
     }
 
     /// Returns the bytes of this rank's shards, as they are sent.

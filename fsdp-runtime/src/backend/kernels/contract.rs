@@ -184,6 +184,11 @@ pub(crate) trait Kernels: Backend {
     ) -> (Float<Self>, Option<Float<Self>>);
 }
 
+/// Returns whether kernels support tensors of this dtype: f32, bf16 and f16.
+pub(crate) fn takes(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+}
+
 /// Mean over tensors of several ranks: consecutive elements of each, added in f32 in the order of
 /// `parts` and then divided.
 pub(crate) struct RankMean<T> {

@@ -17,10 +17,10 @@ mod update_rules;
 
 pub(crate) use self::attention::{AttentionRule, AttentionTensors};
 pub use self::contract::Sums;
-pub(crate) use self::contract::{AdamTensors, Kernels, RankMean};
+pub(crate) use self::contract::{AdamTensors, Kernels, RankMean, takes};
 pub(crate) use self::cross_entropy::{LossResults, LossRule, LossTensors};
 pub use self::mask::MaskSource;
 pub(crate) use self::random_rounding::RandomRounding;
 pub use self::support::computes;
-pub(crate) use self::support::{has_kernels, takes};
+pub(crate) use self::support::has_kernels;
 pub(crate) use self::update_rules::{AdamStep, SgdStep};

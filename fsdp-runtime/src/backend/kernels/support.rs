@@ -1,7 +1,7 @@
-//! Devices and dtypes that the kernels support.
+//! Devices that have kernels, and dtypes that Burn supports on them.
 
 use burn::backend::DispatchDevice;
-use burn::tensor::{DType, Device, FloatDType};
+use burn::tensor::{Device, FloatDType};
 
 /// Returns whether the device has kernels.
 pub(crate) fn has_kernels(device: &Device) -> bool {
@@ -13,11 +13,6 @@ pub(crate) fn has_kernels(device: &Device) -> bool {
         #[allow(unreachable_patterns)]
         _ => false,
     }
-}
-
-/// Returns whether kernels support tensors of this dtype: f32, bf16 and f16.
-pub(crate) fn takes(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
 /// Returns whether Burn's own operations support the dtype on the device.

@@ -43,6 +43,10 @@ impl Plan {
     /// [`with_lookups`](Self::with_lookups) and [`with_attention`](Self::with_attention) correct
     /// this.
     ///
+    /// Frozen parameters have neither gradients nor reductions nor optimizer state, and frozen units
+    /// before the first trained parameter have no backward. On a device without autodiff, where no
+    /// parameter requires a gradient, all of them count as trained.
+    ///
     /// # Errors
     ///
     /// Returns the errors of [`fully_shard`](crate::fully_shard) for a model that cannot be sharded

@@ -105,6 +105,9 @@ impl MemoryForecast {
     /// [`with_reductions_in_flight`](FsdpOptions::with_reductions_in_flight) has its default. A
     /// CubeCL device needs no gather buffers for f32 parameters that are not divided among ranks.
     ///
+    /// Frozen parameters have neither gradients nor optimizer state. On a device without autodiff, where
+    /// no parameter requires a gradient, all of them count as trained.
+    ///
     /// # Errors
     ///
     /// Returns the errors of [`fully_shard`](crate::fully_shard) for a model that cannot be sharded

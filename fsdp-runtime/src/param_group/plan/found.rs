@@ -44,8 +44,8 @@ pub(super) struct FoundParam {
     pub(super) shape: Vec<usize>,
     /// Dtype that the parameter is initialised in.
     pub(super) dtype: DType,
-    /// Whether the parameter requires no gradient. Known only if the options treat frozen
-    /// parameters differently, and else `false`.
+    /// Whether the parameter requires no gradient. On a device without autodiff, `false` unless the
+    /// options treat frozen parameters differently.
     pub(super) frozen: bool,
     /// Number of the parameter's unit.
     pub(super) unit: usize,

@@ -13,6 +13,7 @@ use super::found::{
 use super::groups::{Group, Position, group_sizes};
 use super::recomputed_units::{not_recomputable, recomputes};
 use super::wrapped_units::{wraps, wraps_field, wraps_group};
+use crate::backend::check_device;
 use crate::error::ShardError;
 use crate::layout::StorageType;
 use crate::module::{Child, FsdpModule, Node, ParamVisitor, Sharded, UnitType};
@@ -238,7 +239,7 @@ impl<'a> Inventory<'a> {
         let unit = self.unit_number();
         // A parameter that is not initialised yet gets this dtype when it is: f32.
         let dtype = if param.is_initialized() { param.base().dtype() } else { DType::F32 };
-        let frozen = self.options.knows_frozen() && !is_trained(param);
+        let frozen = !is_trained(param, self.options.knows_frozen());
         let id = param.id;
         let module = self.module_number();
         let param = FoundParam { path, key, id, shape, dtype, frozen, unit, module, tied_to: None };
@@ -252,7 +253,7 @@ impl<'a> Inventory<'a> {
             let other = other.spec.path.clone();
             self.fail(ShardError::IgnoredTie { ignored: path.to_string(), other });
         }
-        if let Some(unit) = self.recomputed_unit().filter(|_| is_trained(param)) {
+        if let Some(unit) = self.recomputed_unit().filter(|_| is_trained(param, true)) {
             let unit = self.found.units[unit].name();
             self.fail(ShardError::IgnoredInRecomputedUnit { unit, path: path.to_string() });
         }
@@ -338,9 +339,18 @@ impl ParamVisitor for Inventory<'_> {
     }
 }
 
-/// Returns whether a parameter requires a gradient, without initialising the parameter.
-fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
-    let stand_in = Tensor::zeros([1; D], &param.lazy_device());
+/// Returns whether a parameter requires a gradient, without initialising the parameter. On a device
+/// without autodiff, where no parameter requires one, and on one that no backend of this crate serves,
+/// returns `false` if `strict`, and else `true`.
+fn is_trained<const D: usize>(param: &Param<Tensor<D>>, strict: bool) -> bool {
+    let device = param.lazy_device();
+    if !device.is_autodiff() || check_device(&device).is_err() {
+        return !strict;
+    }
+    if param.is_initialized() {
+        return param.base().is_require_grad();
+    }
+    let stand_in = Tensor::zeros([1; D], &device);
     param.clone().transform_for_load(stand_in, param.id).base().is_require_grad()
 }
 

@@ -210,7 +210,7 @@ pub(super) fn lay_out(
     let before: Vec<usize> = units.iter().map(|unit| unit.params_before).collect();
     let units = units.into_iter().enumerate().map(lay_out_unit);
     let mut units = units.collect::<Result<Vec<Unit>, _>>()?;
-    let is_trained = |index: &ParamIndex| units[index.unit].params[index.param].is_trainable();
+    let is_trained = |index: &ParamIndex| units[index.unit].params[index.param].is_trained;
     let first_trained = indices.iter().position(is_trained).unwrap_or(indices.len());
     for (unit, before) in units.iter_mut().zip(before) {
         unit.takes_model_input = before <= first_trained;

@@ -129,7 +129,8 @@ impl<'a> UnitBuilder<'a> {
 
     /// Returns the codes that the gradient of a matrix is sent in, if there are any.
     fn gradient_codes(&self, param: &FoundParam) -> Option<StorageType> {
-        self.options.gradient_codes().filter(|_| !param.frozen && self.is_matrix(param))
+        let can_be_trained = !param.frozen || self.storage(param) == StorageType::F32;
+        self.options.gradient_codes().filter(|_| can_be_trained && self.is_matrix(param))
     }
 
     /// Returns the dtype that the unit computes in, or `None` if there are several.

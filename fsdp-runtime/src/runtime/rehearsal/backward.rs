@@ -3,14 +3,7 @@
 use super::action::{Action, Part};
 use super::forward::{Rehearsal, Stage};
 use crate::options::{BackwardPrefetch, GradientAccumulation};
-use crate::param_group::{ParamSpec, Placement, Unit};
 use crate::runtime::schedule::decide::{Pass, Timing, When, reductions_due};
-
-/// Returns the parameters of a unit that receive gradients.
-fn trained(unit: &Unit) -> impl Iterator<Item = &ParamSpec> {
-    let owned = unit.params.iter().filter(|entry| !matches!(entry.placement, Placement::TiedTo(_)));
-    owned.filter(|entry| entry.is_trained)
-}
 
 impl Rehearsal<'_> {
     /// Runs a backward pass; `accumulate` says that another one of the same step follows.
@@ -35,8 +28,19 @@ impl Rehearsal<'_> {
         }
     }
 
+    /// Returns whether autodiff runs a unit's backward: its inputs, or parameters in it, need gradients.
+    pub(super) fn has_backward(&self, unit: usize) -> bool {
+        let has_trained = |unit: usize| self.units[unit].trained().next().is_some();
+        !self.units[unit].takes_model_input
+            || has_trained(unit)
+            || self.children(unit).into_iter().any(|child| self.has_backward(child))
+    }
+
     /// Runs the backward of a unit and of the units inside it.
     fn backward(&mut self, unit: usize) {
+        if !self.has_backward(unit) {
+            return;
+        }
         let recomputed = self.is_recomputed(unit);
         self.states[unit].in_backward = true;
         self.gather_for_backward(unit);
@@ -50,7 +54,7 @@ impl Rehearsal<'_> {
             self.actions.push(Action::Compute { unit, part: Part::Recompute });
             self.states[unit].in_forward = false;
         }
-        let has_gradients = trained(&self.units[unit]).next().is_some();
+        let has_gradients = self.units[unit].trained().next().is_some();
         self.actions.push(Action::Compute { unit, part: Part::Backward });
         for &child in children.iter().rev() {
             self.backward(child);
@@ -70,7 +74,8 @@ impl Rehearsal<'_> {
     }
 
     fn prefetch_previous(&mut self, unit: usize) {
-        let ahead = self.decisions().ahead_in_backward(unit);
+        let mut ahead = self.decisions().ahead_in_backward(unit);
+        ahead.retain(|&unit| self.has_backward(unit));
         self.prefetch(&ahead, Pass::Backward);
     }
 
@@ -106,7 +111,7 @@ impl Rehearsal<'_> {
         self.states[index].holds_gradients = false;
         let unit = &self.units[index];
         let (mut sharded, mut replicated, mut kept) = (0, 0, 0);
-        for entry in trained(unit) {
+        for entry in unit.trained() {
             match entry.is_sharded() {
                 true => sharded += entry.sent_gradient_bytes(),
                 false => replicated += entry.sent_gradient_bytes(),

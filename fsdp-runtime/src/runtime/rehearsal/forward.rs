@@ -167,7 +167,7 @@ impl<'a> Rehearsal<'a> {
     fn end_forward(&mut self, unit: usize) {
         self.states[unit].in_forward = false;
         // A forward without a graph has no backward.
-        let tracked = self.first_run.is_none();
+        let tracked = self.first_run.is_none() && self.has_backward(unit);
         if !(tracked && self.decisions().stays_gathered(unit)) {
             if tracked {
                 self.keep_part(unit);

@@ -18,9 +18,11 @@ impl<B: ModelBackend> Schedule<B> {
         self.prefetch(state, &units, Pass::Forward)
     }
 
-    /// Prefetches, in backward, the units before `unit`.
+    /// Prefetches, in backward, the units before `unit`. Leaves out those without a backward: frozen
+    /// units before the first trained one.
     pub(super) fn prefetch_previous(&self, state: &mut State<B>, unit: usize) -> Result<(), Error> {
-        let units = self.decisions(state).ahead_in_backward(unit);
+        let mut units = self.decisions(state).ahead_in_backward(unit);
+        units.retain(|&unit| state.calls.values().any(|call| call.unit == unit));
         self.prefetch(state, &units, Pass::Backward)
     }
 

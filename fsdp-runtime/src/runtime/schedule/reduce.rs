@@ -59,7 +59,8 @@ impl<B: ShardBackend> ReduceUnit<B> {
             (self.divisor, self.replicas, self.codes, self.tracker);
         // On the device, the results and the full gradients exist at the same time until the full
         // gradients are freed. Offloaded results leave the device once they are copied to the host.
-        let results = keep.iter().map(|keep| keep.range.len() * size_of::<f32>()).sum();
+        let kept = gradients.iter().zip(&keep).filter(|(gradient, _)| gradient.is_some());
+        let results = kept.map(|(_, keep)| keep.range.len() * size_of::<f32>()).sum();
         let counted = Counted::new(&tracker, MemoryKind::ReductionOutputs, results, unit);
         let first = if matches!(replicas, Replicas::None) { divisor.of_sum } else { 1 };
         let request =

@@ -5,7 +5,9 @@ mod rows;
 
 use burn::tensor::DType;
 
-pub(super) use self::blocks::{Block, BlockOps, backward, forward};
+#[cfg(feature = "cube")]
+pub(super) use self::blocks::{Block, BlockOps};
+pub(super) use self::blocks::{backward, forward};
 pub(super) use self::rows::ComposedOps;
 use super::mask::MaskSource;
 

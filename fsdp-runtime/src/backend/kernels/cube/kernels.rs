@@ -17,10 +17,9 @@ use crate::backend::kernels::attention::{
     self as blocks, AttentionRule, AttentionTensors, ComposedOps,
 };
 use crate::backend::kernels::batched_steps::StepBatch;
-use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
+use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
 use crate::backend::kernels::mask::MaskSource;
 use crate::backend::kernels::random_rounding::RandomRounding;
-use crate::backend::kernels::support::takes;
 use crate::backend::kernels::update_rules::{AdamStep, SgdStep};
 use crate::backend::norm::Norm;
 #[cfg(test)]
