@@ -56,6 +56,8 @@ start() {
   local flags=("${first[@]}") from
   from=$(newest)
   [ -z "$from" ] || flags=("${again[@]}")
+  # Else the last run's log would be read until the new process has opened it.
+  : >"$log"
   "${run[@]}" "${flags[@]}" >/dev/null 2>"$log" &
   process=$!
   until { [ -n "$from" ] && grep -q "$(resumed_after '[0-9]*')" "$log"; } \
