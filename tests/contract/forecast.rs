@@ -109,10 +109,11 @@ impl ModuleVisitor for Elements {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let base = param.base();
         let elements = base.shape().num_elements();
-        match base.is_require_grad() {
-            true => self.trained.insert(param.id, if elements > 1 { elements } else { 0 }),
-            false => return self.any_frozen = true,
-        };
+        if base.is_require_grad() {
+            self.trained.insert(param.id, if elements > 1 { elements } else { 0 });
+        } else {
+            self.any_frozen = true;
+        }
     }
 }
 
@@ -129,7 +130,7 @@ fn frozen_parameters() {
         });
         let [tokens, output] =
             [model.tokens.weight, model.output].map(|w| w.set_require_grad(false));
-        let tokens = Embedding { weight: tokens, ..model.tokens };
+        let tokens = Embedding { weight: tokens };
         Tied { tokens, output, blocks: blocks.collect(), norm: model.norm }
     }
     let options = FsdpOptions::new();

@@ -189,7 +189,7 @@ fn partly_frozen(device: &Device) -> Flat {
         1 => {
             let up = Linear { weight: block.up.weight.set_require_grad(false), ..block.up };
             let down = Linear { weight: block.down.weight.set_require_grad(false), ..block.down };
-            Block { up, down, ..block }
+            Block { up, down }
         }
         2 => block.apply_lora(Lora::new(2, 4.0)),
         _ => block,

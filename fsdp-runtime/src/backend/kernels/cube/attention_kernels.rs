@@ -122,12 +122,11 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
     let first = row * shape.count;
     let (lane, step, width) = (own_lane(team), comptime!(team.lanes), comptime!(team.width));
     let seen = seen_keys(row, &shape, width, causal);
-    let seen_count = (seen + (width - 1)) / width;
     let (places, end) = (iota::<N>(), Vector::<u32, N>::new(seen as u32));
 
     let mut top = Vector::<f32, N>::new(f32::MIN);
     let mut index = lane;
-    while index < seen_count {
+    while index * width < seen {
         let score = scaled(scores[first + index], bias, row, index, &shape);
         if comptime!(causal) {
             let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
@@ -142,7 +141,7 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
 
     let mut sum = Vector::<f32, N>::new(0.0f32);
     index = lane;
-    while index < seen_count {
+    while index * width < seen {
         let score = scaled(scores[first + index], bias, row, index, &shape);
         let weight = power(score - tops);
         if comptime!(causal) {
@@ -162,7 +161,7 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
         index = lane;
         while index < shape.count {
             let mut weight = Vector::<f32, N>::new(0.0f32);
-            if index < seen_count {
+            if index * width < seen {
                 let score = scaled(scores[first + index], bias, row, index, &shape);
                 weight = power(score - tops) * factor;
                 weight = masked(weight, mask, row, index, &shape);
@@ -201,14 +200,13 @@ pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
     let first = row * shape.count;
     let (lane, step, width) = (own_lane(team), comptime!(team.lanes), comptime!(team.width));
     let seen = seen_keys(row, &shape, width, causal);
-    let seen_count = (seen + (width - 1)) / width;
     let (places, end) = (iota::<N>(), Vector::<u32, N>::new(seen as u32));
     let query = row / shape.queries * shape.all_queries + shape.first_query + row % shape.queries;
     let logs = Vector::<f32, N>::new(statistics[query]);
 
     let mut sum = Vector::<f32, N>::new(0.0f32);
     let mut index = lane;
-    while index < seen_count {
+    while index * width < seen {
         let score = scaled(scores[first + index], bias, row, index, &shape);
         let weight = masked(power(score - logs), mask, row, index, &shape);
         let product = weight * Vector::cast_from(grads[first + index]);
@@ -227,7 +225,7 @@ pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
         while index < shape.count {
             let mut dropped = Vector::<f32, N>::new(0.0f32);
             let mut slope = Vector::<f32, N>::new(0.0f32);
-            if index < seen_count {
+            if index * width < seen {
                 let score = scaled(scores[first + index], bias, row, index, &shape);
                 let weight = power(score - logs);
                 dropped = masked(weight, mask, row, index, &shape);
@@ -260,6 +258,7 @@ pub(super) fn add_rows_kernel<F: Float, N: Size>(
     let index = ABSOLUTE_POS;
     if index < total {
         let at = index / count * all_count + index % count;
-        sums[at] = sums[at] + Vector::cast_from(rows[index]);
+        let sum = sums[at] + Vector::cast_from(rows[index]);
+        sums[at] = sum;
     }
 }

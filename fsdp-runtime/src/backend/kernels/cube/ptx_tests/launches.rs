@@ -272,7 +272,7 @@ impl Gpu {
             let one = keys == 768 && matrix(1).handle.offset_start.unwrap_or(0) == 0;
             for (causal, is_masked) in [(true, true), (true, false), (false, true), (false, false)]
             {
-                if !one && !(causal && is_masked) {
+                if !(one || causal && is_masked) {
                     continue;
                 }
                 let dropout = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 };
