@@ -56,7 +56,8 @@ start() {
   local flags=("${first[@]}") from
   from=$(newest)
   [ -z "$from" ] || flags=("${again[@]}")
-  # Else the last run's log would be read until the new process has opened it.
+  # The new process opens the log some time after it was started. Until then the log must not be that of
+  # the run before.
   : >"$log"
   "${run[@]}" "${flags[@]}" >/dev/null 2>"$log" &
   process=$!

@@ -48,7 +48,7 @@ fn assert_as_forecast(world: usize, options: FsdpOptions, batches: usize) {
     assert_model_as_forecast(|device| Tied::new(4, device), world, options, batches);
 }
 
-/// Does so for the model that `new` makes.
+/// Compares the memory of two steps of the model that `new` makes with its forecast.
 fn assert_model_as_forecast(
     new: fn(&Device) -> Tied,
     world: usize,

@@ -128,7 +128,7 @@ fn assert_as_planned<M: Trained + 'static>(world: usize, options: FsdpOptions, b
     assert_model_as_planned(M::new, world, options, batches);
 }
 
-/// Does so for the model that `new` makes.
+/// Compares the counts and the memory of two steps of the model that `new` makes with its plan.
 fn assert_model_as_planned<M: Trained + 'static>(
     new: fn(&Device) -> M,
     world: usize,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Shape};
 
-use super::attention::{self, AttentionRule, AttentionTensors, ComposedOps};
+use super::attention::{AttentionRule, AttentionTensors, composed};
 use super::batched_steps::StepBatch;
 use super::cross_entropy::{self, LossResults, LossRule, LossTensors};
 use super::mask::MaskSource;
@@ -123,7 +123,7 @@ pub(crate) trait Kernels: Backend {
         tensors: &AttentionTensors<Float<Self>>,
         rule: &AttentionRule,
     ) -> [Float<Self>; 2] {
-        attention::forward(tensors, rule, &ComposedOps::<Self> { dropout: Self::dropout })
+        composed::forward::<Self>(tensors, rule, Self::dropout)
     }
 
     /// Returns the gradients of query, key and value, given the results of
@@ -134,8 +134,7 @@ pub(crate) trait Kernels: Backend {
         grad: &Float<Self>,
         rule: &AttentionRule,
     ) -> [Float<Self>; 3] {
-        let ops = ComposedOps::<Self> { dropout: Self::dropout };
-        attention::backward(tensors, &results[1], grad, rule, &ops)
+        composed::backward::<Self>(tensors, results, grad, rule, Self::dropout)
     }
 
     /// Returns the cross-entropy of `hidden · weight + bias` over all rows, and its gradients. The logits

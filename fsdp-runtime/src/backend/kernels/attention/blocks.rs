@@ -9,7 +9,7 @@ use super::{AttentionRule, AttentionTensors, MASK_ROWS, wide};
 use crate::backend::kernels::mask::{BATCH, MaskSource};
 use crate::backend::tensor::Float;
 
-/// What is done with the scores of a block: by Burn's operations, or by kernels.
+/// Operations on the scores of a block, made of Burn's operations or kernels.
 ///
 /// "Products" are those of queries and keys, `[batch, heads, queries, keys]`, in the dtype of the tensors.
 /// Scores are products times the scale, plus the bias.
@@ -75,7 +75,7 @@ pub(in crate::backend::kernels) fn backward<B: Backend>(
         let of_key = B::float_matmul(of_key, block.of_queries(&tensors.query));
         let of_value = B::float_matmul(B::float_transpose(weights), grad);
         query_grads.push(B::float_matmul(slopes, block.seen(&tensors.key)));
-        if block.is_all {
+        if block.queries.len() == tensors.query.shape()[2] {
             sums = Some([of_key, of_value]);
             break;
         }
@@ -101,8 +101,6 @@ pub(in crate::backend::kernels) struct Block<'a, B: Backend> {
     /// Number to add to all scores of a key, `[batch, all_keys]`.
     pub(in crate::backend::kernels) bias: Option<&'a Float<B>>,
     pub(in crate::backend::kernels) queries: Range<usize>,
-    /// Whether these are all queries.
-    pub(in crate::backend::kernels) is_all: bool,
     /// Number of keys that some of the queries see: at least one, which may be hidden from each of them.
     pub(in crate::backend::kernels) keys: usize,
     /// Number of all keys, seen or not.
@@ -124,8 +122,8 @@ impl<'a, B: Backend> Block<'a, B> {
             let end = (start + of_block).min(queries);
             let seen = if rule.causal { (end + keys).saturating_sub(queries).max(1) } else { keys };
             let position = (start + keys) as i64 - queries as i64;
-            let (bias, is_all) = (tensors.bias.as_ref(), end - start == queries);
-            Self { rule, bias, queries: start..end, is_all, keys: seen, all_keys: keys, position }
+            let bias = tensors.bias.as_ref();
+            Self { rule, bias, queries: start..end, keys: seen, all_keys: keys, position }
         })
     }
 

@@ -1,14 +1,12 @@
 //! Attention without its score matrix: arguments, and the form in blocks of queries.
 
 mod blocks;
-mod rows;
+pub(super) mod composed;
 
 use burn::tensor::DType;
 
 #[cfg(feature = "cube")]
-pub(super) use self::blocks::{Block, BlockOps};
-pub(super) use self::blocks::{backward, forward};
-pub(super) use self::rows::ComposedOps;
+pub(super) use self::blocks::{Block, BlockOps, backward, forward};
 use super::mask::MaskSource;
 
 /// Queries whose dropout masks are numbered together: element (batch, head, query, key) of a block of

@@ -115,8 +115,7 @@ impl BlockOps<CubeBackend> for RowKernels {
         let slices = [&sums, &rows].map(BufferSlice::of);
         assert!(heads * of_all <= slices[0].len(), "rows for each row of the heads");
         let numel = heads * of_head;
-        let span =
-            row_span(&client, &slices.each_ref(), &[], numel, greatest_divisor(of_head, of_all));
+        let span = row_span(&client, &slices.each_ref(), &[], numel, common_power(of_head, of_all));
         let (count, dim) = span.grid(&client);
         let [(write, _), (read, _)] = slices.each_ref().map(|slice| span.argument(slice));
         // SAFETY: the assertion and `row_span` checked that both buffers hold the rows; the kernel accesses
@@ -182,7 +181,7 @@ impl Rows {
             );
         }
         // A vector is within a row of each tensor. Rows of the mask have whole vectors of any width.
-        let width_divides = greatest_divisor(keys, block.all_keys);
+        let width_divides = common_power(keys, block.all_keys);
         let span = row_span(
             &client,
             &slices.iter().collect::<Vec<_>>(),
@@ -220,9 +219,9 @@ impl Rows {
     }
 }
 
-/// Returns the largest number that divides both.
-fn greatest_divisor(one: usize, other: usize) -> usize {
-    if other == 0 { one } else { greatest_divisor(other, one % other) }
+/// Returns the largest power of two that divides both numbers, which are not 0.
+fn common_power(one: usize, other: usize) -> usize {
+    1 << (one | other).trailing_zeros()
 }
 
 #[cfg(all(test, feature = "cpu", feature = "flex"))]
@@ -232,7 +231,8 @@ mod tests {
     use burn_cubecl::{CubeBackend, CubeDevice};
 
     use super::RowKernels;
-    use crate::backend::kernels::attention::{Block, BlockOps, ComposedOps};
+    use crate::backend::kernels::attention::composed::ComposedOps;
+    use crate::backend::kernels::attention::{Block, BlockOps};
     use crate::backend::kernels::{AttentionRule, Kernels, MaskSource};
     use crate::backend::shard_backend::{ShardBackend, cast};
     use crate::backend::tensor::Float;
@@ -288,7 +288,6 @@ mod tests {
                 rule: &self.rule,
                 bias: bias.as_ref(),
                 queries: 128..128 + queries,
-                is_all: false,
                 keys,
                 all_keys,
                 position,
@@ -332,7 +331,8 @@ mod tests {
         for (dtype, rounding) in [(DType::F32, 1e-5), (DType::F16, 2e-3)] {
             for case in cases {
                 let found = case.run::<CubeBackend>(&device, dtype, &RowKernels);
-                let composed = ComposedOps::<Flex> { dropout: Flex::dropout };
+                let scores = case.scores::<Flex>(&Default::default(), 1, DType::F32);
+                let composed = ComposedOps::<Flex>::new(&scores, &case.rule, Flex::dropout);
                 let expected = case.run::<Flex>(&Default::default(), DType::F32, &composed);
                 for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     assert_eq!(found.len(), expected.len());

@@ -3,6 +3,7 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
+use super::iota::iota;
 use super::rounding::narrowed;
 use super::rows::{Team, own_lane, own_team, power, team_max, team_sum};
 
@@ -27,7 +28,7 @@ pub(super) struct ScoreRows {
     first_query: usize,
     /// Under `causal`, query `q` of the block sees the first `q + more_keys - fewer_keys` keys.
     more_keys: usize,
-    /// See `more_keys`.
+    /// Number of keys that a query sees fewer under `causal`: see `more_keys`.
     fewer_keys: usize,
     /// Factor of the scores.
     scale: f32,
@@ -52,15 +53,23 @@ fn seen_keys(
     }
 }
 
-/// Returns the numbers from 0 up.
+/// Returns the elements of keys that the row's query sees, of which there are `seen`, and `hidden` for the
+/// other keys. `first` is the index of the vector's first key.
 #[cube]
-fn iota<N: Size>() -> Vector<u32, N> {
-    let mut iota = Vector::<u32, N>::empty();
-    #[unroll]
-    for lane in 0..N::value() {
-        iota.insert(lane, comptime!(lane as u32));
+fn of_seen<N: Size>(
+    elements: Vector<f32, N>,
+    hidden: f32,
+    first: usize,
+    seen: usize,
+    #[comptime] causal: bool,
+) -> Vector<f32, N> {
+    if comptime!(causal) {
+        let keys = iota::<N>() + Vector::new(first as u32);
+        let is_seen = keys.less_than(&Vector::<u32, N>::new(seen as u32));
+        select_many(is_seen, elements, Vector::new(hidden))
+    } else {
+        elements
     }
-    iota
 }
 
 /// Returns a vector of a row's scores, scaled, with the bias of its keys added.
@@ -122,18 +131,12 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
     let first = row * shape.count;
     let (lane, step, width) = (own_lane(team), comptime!(team.lanes), comptime!(team.width));
     let seen = seen_keys(row, &shape, width, causal);
-    let (places, end) = (iota::<N>(), Vector::<u32, N>::new(seen as u32));
 
     let mut top = Vector::<f32, N>::new(f32::MIN);
     let mut index = lane;
     while index * width < seen {
         let score = scaled(scores[first + index], bias, row, index, &shape);
-        if comptime!(causal) {
-            let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
-            top = select_many(is_seen, max(top, score), top);
-        } else {
-            top = max(top, score);
-        }
+        top = max(top, of_seen(score, f32::MIN, index * width, seen, causal));
         index += step;
     }
     let top = team_max(top, &mut shared, team);
@@ -144,12 +147,7 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
     while index * width < seen {
         let score = scaled(scores[first + index], bias, row, index, &shape);
         let weight = power(score - tops);
-        if comptime!(causal) {
-            let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
-            sum = select_many(is_seen, sum + weight, sum);
-        } else {
-            sum += weight;
-        }
+        sum += of_seen(weight, 0.0f32, index * width, seen, causal);
         index += step;
     }
     let sum = team_sum(sum, &mut shared, team);
@@ -165,10 +163,7 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
                 let score = scaled(scores[first + index], bias, row, index, &shape);
                 weight = power(score - tops) * factor;
                 weight = masked(weight, mask, row, index, &shape);
-                if comptime!(causal) {
-                    let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
-                    weight = select_many(is_seen, weight, Vector::new(0.0f32));
-                }
+                weight = of_seen(weight, 0.0f32, index * width, seen, causal);
             }
             scores[first + index] = narrowed(weight, integers);
             index += step;
@@ -200,7 +195,6 @@ pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
     let first = row * shape.count;
     let (lane, step, width) = (own_lane(team), comptime!(team.lanes), comptime!(team.width));
     let seen = seen_keys(row, &shape, width, causal);
-    let (places, end) = (iota::<N>(), Vector::<u32, N>::new(seen as u32));
     let query = row / shape.queries * shape.all_queries + shape.first_query + row % shape.queries;
     let logs = Vector::<f32, N>::new(statistics[query]);
 
@@ -210,12 +204,7 @@ pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
         let score = scaled(scores[first + index], bias, row, index, &shape);
         let weight = masked(power(score - logs), mask, row, index, &shape);
         let product = weight * Vector::cast_from(grads[first + index]);
-        if comptime!(causal) {
-            let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
-            sum = select_many(is_seen, sum + product, sum);
-        } else {
-            sum += product;
-        }
+        sum += of_seen(product, 0.0f32, index * width, seen, causal);
         index += step;
     }
     let mean = Vector::<f32, N>::new(team_sum(sum, &mut shared, team));
@@ -232,11 +221,8 @@ pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
                 let grad = Vector::<f32, N>::cast_from(grads[first + index]);
                 let grad = masked(grad, mask, row, index, &shape);
                 slope = (grad - mean) * weight * Vector::new(shape.scale);
-                if comptime!(causal) {
-                    let is_seen = (places + Vector::new((index * width) as u32)).less_than(&end);
-                    dropped = select_many(is_seen, dropped, Vector::new(0.0f32));
-                    slope = select_many(is_seen, slope, Vector::new(0.0f32));
-                }
+                dropped = of_seen(dropped, 0.0f32, index * width, seen, causal);
+                slope = of_seen(slope, 0.0f32, index * width, seen, causal);
             }
             scores[first + index] = narrowed(dropped, integers);
             grads[first + index] = narrowed(slope, integers);

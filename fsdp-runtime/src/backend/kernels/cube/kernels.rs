@@ -13,9 +13,7 @@ use super::tensors::contiguous;
 use super::{
     copy, decode, dropout, encode, gelu, layer_norm, mean, optim, random_rounding, softmax, sums,
 };
-use crate::backend::kernels::attention::{
-    self as blocks, AttentionRule, AttentionTensors, ComposedOps,
-};
+use crate::backend::kernels::attention::{self, AttentionRule, AttentionTensors, composed};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
 use crate::backend::kernels::mask::MaskSource;
@@ -145,10 +143,8 @@ impl Kernels for CubeBackend {
         rule: &AttentionRule,
     ) -> [CubeTensor; 2] {
         match takes(tensors.query.dtype) {
-            true => blocks::forward(tensors, rule, &RowKernels),
-            false => {
-                blocks::forward(tensors, rule, &ComposedOps::<Self> { dropout: Self::dropout })
-            }
+            true => attention::forward(tensors, rule, &RowKernels),
+            false => composed::forward::<Self>(tensors, rule, Self::dropout),
         }
     }
 
@@ -158,13 +154,9 @@ impl Kernels for CubeBackend {
         grad: &CubeTensor,
         rule: &AttentionRule,
     ) -> [CubeTensor; 3] {
-        let [_, statistics] = results;
         match takes(tensors.query.dtype) {
-            true => blocks::backward(tensors, statistics, grad, rule, &RowKernels),
-            false => {
-                let ops = ComposedOps::<Self> { dropout: Self::dropout };
-                blocks::backward(tensors, statistics, grad, rule, &ops)
-            }
+            true => attention::backward(tensors, &results[1], grad, rule, &RowKernels),
+            false => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),
         }
     }
 

@@ -20,6 +20,7 @@ mod device;
 mod dropout;
 mod encode;
 mod gelu;
+mod iota;
 mod kernels;
 mod launch;
 mod layer_norm;

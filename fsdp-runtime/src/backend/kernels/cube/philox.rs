@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::iota::iota;
 use crate::backend::philox::{MULTIPLIERS, ROUNDS, WEYL};
 
 /// Returns `N` neighbouring random blocks, of which the first is block `first`, as the four words of
@@ -16,12 +17,7 @@ pub(super) fn random_blocks<N: Size>(
     place_0: u32,
     place_1: u32,
 ) -> Sequence<Vector<u32, N>> {
-    let mut iota = Vector::<u32, N>::empty();
-    #[unroll]
-    for lane in 0..N::value() {
-        iota.insert(lane, comptime!(lane as u32));
-    }
-    let mut a = iota + Vector::new(first);
+    let mut a = iota::<N>() + Vector::new(first);
     let mut b = Vector::<u32, N>::new(0u32);
     let mut c = Vector::<u32, N>::new(place_0);
     let mut d = Vector::<u32, N>::new(place_1);

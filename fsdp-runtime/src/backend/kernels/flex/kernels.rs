@@ -17,9 +17,7 @@ use super::{
     attention, cross_entropy, decode, dropout, gelu, layer_norm, random_rounding, softmax, sums,
 };
 use crate::backend::codes;
-use crate::backend::kernels::attention::{
-    self as blocks, AttentionRule, AttentionTensors, ComposedOps,
-};
+use crate::backend::kernels::attention::{AttentionRule, AttentionTensors, composed};
 use crate::backend::kernels::batched_steps::StepBatch;
 use crate::backend::kernels::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::backend::kernels::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
@@ -260,7 +258,7 @@ impl Kernels for Flex {
     ) -> [FlexTensor; 2] {
         match tensors.query.dtype() {
             DType::F32 => attention::forward(tensors, rule),
-            _ => blocks::forward(tensors, rule, &ComposedOps::<Self> { dropout: Self::dropout }),
+            _ => composed::forward::<Self>(tensors, rule, Self::dropout),
         }
     }
 
@@ -272,10 +270,7 @@ impl Kernels for Flex {
     ) -> [FlexTensor; 3] {
         match grad.dtype() {
             DType::F32 => attention::backward(tensors, results, grad, rule),
-            _ => {
-                let ops = ComposedOps::<Self> { dropout: Self::dropout };
-                blocks::backward(tensors, &results[1], grad, rule, &ops)
-            }
+            _ => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),
         }
     }
 

@@ -257,19 +257,16 @@ impl Gpu {
 
     fn attentions(&self, dtype: DType) {
         self.rows(dtype, |matrix, keys| {
+            let offset = matrix(1).handle.offset_start.unwrap_or(0) as usize;
             let rows = |dtype: DType| {
-                let tensor = self.tensor_at(
-                    matrix(1).handle.offset_start.unwrap_or(0) as usize / dtype.size(),
-                    10 * keys,
-                    dtype,
-                );
+                let tensor = self.tensor_at(offset / dtype.size(), 10 * keys, dtype);
                 burn_cubecl::ops::reshape(tensor, Shape::from([1, 2, 5, keys]))
             };
             self.launch("add_rows_kernel", &["pack_kernel"], || {
                 RowKernels.add(rows(DType::F32), rows(dtype))
             });
             // All options for rows of one kind, and the longest kernel for the others.
-            let one = keys == 768 && matrix(1).handle.offset_start.unwrap_or(0) == 0;
+            let one = keys == 768 && offset == 0;
             for (causal, is_masked) in [(true, true), (true, false), (false, true), (false, false)]
             {
                 if !(one || causal && is_masked) {
@@ -283,18 +280,16 @@ impl Gpu {
                     rule: &rule,
                     bias: bias.as_ref(),
                     queries: 0..5,
-                    is_all: true,
                     keys,
                     all_keys: keys,
                     position: keys as i64 - 5,
                 };
-                let scores = || burn_cubecl::ops::reshape(matrix(10), Shape::from([1, 2, 5, keys]));
                 let others = ["fill_kernel", "dropout_kernel", "pack_kernel"];
                 let [_, statistics] = self.launch("attention_weights_kernel", &others, || {
-                    RowKernels.weights(scores(), &block)
+                    RowKernels.weights(rows(dtype), &block)
                 });
                 self.launch("attention_slopes_kernel", &others, || {
-                    RowKernels.slopes([scores(), scores()], &statistics, &block)
+                    RowKernels.slopes([rows(dtype), rows(dtype)], &statistics, &block)
                 });
             }
         });
