@@ -117,22 +117,24 @@ impl ModuleVisitor for Elements {
     }
 }
 
+/// Returns a model of four blocks whose tied weight and first block are frozen, and whose second one has
+/// adapters.
+fn partly_frozen(device: &Device) -> Tied {
+    let model = Tied::new(4, device);
+    let blocks = model.blocks.into_iter().enumerate();
+    let blocks = blocks.map(|(at, block)| match at {
+        0 => block.freeze(),
+        1 => block.apply_lora(Lora::new(2, 4.0)),
+        _ => block,
+    });
+    let [tokens, output] = [model.tokens.weight, model.output].map(|w| w.set_require_grad(false));
+    let tokens = Embedding { weight: tokens };
+    Tied { tokens, output, blocks: blocks.collect(), norm: model.norm }
+}
+
 /// Frozen parameters have neither gradients nor optimizer state.
 #[test]
 fn frozen_parameters() {
-    fn partly_frozen(device: &Device) -> Tied {
-        let model = Tied::new(4, device);
-        let blocks = model.blocks.into_iter().enumerate();
-        let blocks = blocks.map(|(at, block)| match at {
-            0 => block.freeze(),
-            1 => block.apply_lora(Lora::new(2, 4.0)),
-            _ => block,
-        });
-        let [tokens, output] =
-            [model.tokens.weight, model.output].map(|w| w.set_require_grad(false));
-        let tokens = Embedding { weight: tokens };
-        Tied { tokens, output, blocks: blocks.collect(), norm: model.norm }
-    }
     let options = FsdpOptions::new();
     for options in [
         options.clone(),
@@ -155,27 +157,36 @@ fn the_optimizer_and_what_its_check_leaves() {
         FsdpOptions::new().with_offload(offload),
         FsdpOptions::new().with_strategy(ShardingStrategy::NoShard),
     ] {
-        let what = format!("{options:?}");
-        let bytes = of_rank_0(2, move |worker| {
-            let device = worker.device();
-            let mesh = Mesh::new(worker.rank(), worker.world());
-            let model = Tied::new(4, device);
-            let forecast = MemoryForecast::new(&model, mesh, &options)?.with_optimizer(2);
-            let mut model = fully_shard(model, worker, options.clone().with_seed(3))?;
-            let mut adam = AdamWConfig::new().init();
-            for _ in 0..4 {
-                let ids = Tensor::from_data([[1, 5, 36], [7, 0, 2]], device);
-                let gradients = model.backward(loss(model.forward(ids)))?;
-                model = adam.step(1e-3, model, gradients);
-            }
-            model.stats().record_optimizer(&adam)?;
-            let (device, host) = (model.stats().memory(), model.stats().host_memory());
-            let found = [device.optimizer.now, host.optimizer.now];
-            assert_eq!(found, [forecast.optimizer, forecast.host.optimizer], "{what}");
-            Ok((found[0] + found[1], model.stats().sharded_bytes()))
-        });
-        assert!(bytes.0 >= 2 * bytes.1);
+        let (state, shards) = optimizer_as_forecast(|device| Tied::new(4, device), &options);
+        assert!(state >= 2 * shards);
+        let (state_of_some, _) = optimizer_as_forecast(partly_frozen, &options);
+        assert!(state_of_some > 0);
     }
+}
+
+/// Compares the bytes of Adam's state in the model that `new` makes with the forecast. Returns them, and
+/// those of the shards.
+fn optimizer_as_forecast(new: fn(&Device) -> Tied, options: &FsdpOptions) -> (usize, usize) {
+    let what = format!("{options:?}");
+    let options = options.clone();
+    of_rank_0(2, move |worker| {
+        let device = worker.device();
+        let mesh = Mesh::new(worker.rank(), worker.world());
+        let model = new(device);
+        let forecast = MemoryForecast::new(&model, mesh, &options)?.with_optimizer(2);
+        let mut model = fully_shard(model, worker, options.clone().with_seed(3))?;
+        let mut adam = AdamWConfig::new().init();
+        for _ in 0..4 {
+            let ids = Tensor::from_data([[1, 5, 36], [7, 0, 2]], device);
+            let gradients = model.backward(loss(model.forward(ids)))?;
+            model = adam.step(1e-3, model, gradients);
+        }
+        model.stats().record_optimizer(&adam)?;
+        let (device, host) = (model.stats().memory(), model.stats().host_memory());
+        let found = [device.optimizer.now, host.optimizer.now];
+        assert_eq!(found, [forecast.optimizer, forecast.host.optimizer], "{what}");
+        Ok((found[0] + found[1], model.stats().sharded_bytes()))
+    })
 }
 
 #[test]
@@ -262,6 +273,16 @@ fn precision_and_offload() {
             }
             let hold = GradientAccumulation::HoldUnsharded;
             assert_as_forecast(2, options.with_gradient_accumulation(hold), 2);
+        }
+    }
+}
+
+#[test]
+fn quantized_gathers_and_reductions() {
+    let options = FsdpOptions::new().with_quantized_gathers(Some(64));
+    for options in [options.clone(), options.with_quantized_reductions(Some(64))] {
+        for (world, batches) in [(2, 1), (2, 2), (4, 1)] {
+            assert_as_forecast(world, options.clone(), batches);
         }
     }
 }

@@ -6,7 +6,7 @@ use burn::tensor::{Device, FloatDType, Int, Tensor};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::plan::{Batch, Cluster, Plan};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, HookedForward, Mesh};
+use fsdp_runtime::{Counts, HookedForward, Mesh, Rank, WorldSize};
 
 use super::mlp::{Block, WIDTH, loss, on_ranks};
 use super::support::trace::{only, record};
@@ -246,6 +246,27 @@ fn accumulation() {
             assert_as_planned::<Flat>(4, options.clone(), 3);
             assert_as_planned::<Flat>(4, options.with_reshard_after_backward(false), 3);
         }
+    }
+}
+
+/// Of four blocks, the third one prefetches the first one in forward, whose gather buffer the fourth one
+/// takes before backward.
+#[test]
+fn lists_of_units_to_prefetch() {
+    let options = FsdpOptions::new().with_forward_prefetch_at("blocks.2", ["blocks.0"]);
+    for options in [
+        options.clone(),
+        options.clone().with_backward_prefetch_at("blocks.3", ["blocks.1", "blocks.2"]),
+        options.with_activation_checkpointing(ActivationCheckpointing::All),
+    ] {
+        let model = Flat::new(&Device::flex().autodiff());
+        let world = WorldSize::new(4).expect("four ranks");
+        let plan = Plan::new(&model, Mesh::new(Rank::ZERO, world), &options).expect("a plan");
+        assert!(plan.counts(1).mis_prefetches > 0, "{options:?}");
+        for batches in [1, 2] {
+            assert_as_planned::<Flat>(4, options.clone(), batches);
+        }
+        assert_order::<Flat>(options);
     }
 }
 

@@ -18,10 +18,9 @@ pub(crate) fn kind(path: &str) -> String {
     names.collect::<Vec<_>>().join(".")
 }
 
-/// Returns the number of elements of all probes of a model whose parameters are all trained.
+/// Returns the number of elements of all probes of a model.
 pub(crate) fn probe_elements(units: &[Unit]) -> usize {
-    let params = units.iter().flat_map(|unit| &unit.params);
-    let checked = params.filter(|entry| entry.is_sharded() && entry.is_trainable());
+    let checked = units.iter().flat_map(Unit::trained).filter(|entry| entry.is_sharded());
     let paths: Vec<&str> = checked.map(|entry| entry.path.as_str()).collect();
     let kinds: BTreeSet<String> = paths.iter().map(|path| kind(path)).collect();
     paths.len() * NARROW_ELEMENTS + kinds.len() * WIDE_ELEMENTS

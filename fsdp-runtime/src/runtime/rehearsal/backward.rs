@@ -41,7 +41,7 @@ impl Rehearsal<'_> {
         if !self.has_backward(unit) {
             return;
         }
-        let recomputed = self.is_recomputed(unit);
+        let recomputed = self.units[unit].recomputed;
         self.states[unit].in_backward = true;
         self.gather_for_backward(unit);
         let children = self.children(unit);

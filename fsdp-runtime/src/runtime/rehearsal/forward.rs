@@ -117,12 +117,6 @@ impl<'a> Rehearsal<'a> {
         inside.filter(|(_, inner)| inner.level == level + 1).map(|(index, _)| index).collect()
     }
 
-    /// Returns whether a forward of the unit that begins now is recomputed in backward.
-    pub(super) fn is_recomputed(&self, unit: usize) -> bool {
-        let is_inside = self.first_run.is_some() || self.second_run.is_some();
-        self.units[unit].recomputed && !is_inside
-    }
-
     /// Starts a forward pass, as `Schedule::begin_forward_pass` does.
     fn begin_forward_pass(&mut self) {
         for unit in 0..self.units.len() {
@@ -145,7 +139,7 @@ impl<'a> Rehearsal<'a> {
         self.states[unit].in_forward = true;
         let ahead = self.decisions().ahead_in_forward(at, unit);
         self.prefetch(&ahead, Pass::Forward);
-        let recomputed = self.is_recomputed(unit);
+        let recomputed = self.units[unit].recomputed;
         if recomputed {
             self.first_run = Some(unit);
         }
