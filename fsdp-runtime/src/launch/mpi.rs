@@ -6,6 +6,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
 
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
@@ -61,6 +63,26 @@ fn leave_mpi_at_exit() {
     unsafe { libc::atexit(leave) };
 }
 
+/// Ends this process with an error if what is returned is not dropped within the time-out and a second.
+///
+/// `MPI_Init` waits for all machines without a bound, and cannot be cancelled.
+fn bound_start(env: &RankEnv, timeout: Duration) -> std::io::Result<SyncSender<()>> {
+    let (running, ended) = sync_channel(0);
+    let (rank, world) = (env.rank, env.world);
+    std::thread::Builder::new().name("fsdp-mpi-start".into()).spawn(move || {
+        // Ranks that have started MPI wait for as long as the time-out, and name the rank that is late.
+        let waited = ended.recv_timeout(timeout.saturating_add(Duration::from_secs(1)));
+        if waited == Err(RecvTimeoutError::Timeout) {
+            let reason = sys::MpiError::NotStarted { timeout }.to_string();
+            let error = BoxedError::from(EngineError::Mpi { reason });
+            eprintln!("Error: {}", LaunchError::new(rank, world, error));
+            // SAFETY: the call does not return. Exit handlers of MPI might wait for its start.
+            unsafe { libc::_exit(1) };
+        }
+    })?;
+    Ok(running)
+}
+
 /// Joins the other processes of the MPI world.
 fn join(
     env: &RankEnv,
@@ -68,8 +90,12 @@ fn join(
     debug: bool,
 ) -> Result<AnyProcessGroup, EngineError> {
     static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
+    let unusable = |reason: String| EngineError::Mpi { reason };
+    let starting =
+        bound_start(env, options.timeout).map_err(|error| unusable(error.to_string()))?;
     let group = MpiGroup::world(options.timeout, debug);
-    let group = group.map_err(|error| EngineError::Mpi { reason: error.to_string() })?;
+    drop(starting);
+    let group = group.map_err(|error| unusable(error.to_string()))?;
     if !EXIT_HANDLER.swap(true, Ordering::SeqCst) {
         leave_mpi_at_exit();
     }

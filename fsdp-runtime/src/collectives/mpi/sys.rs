@@ -6,6 +6,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use mpi::environment::Threading;
 use mpi::ffi;
@@ -19,6 +20,11 @@ pub(crate) enum MpiError {
     /// An MPI library that does not allow calls from several threads at once.
     #[error("it was built without MPI_THREAD_MULTIPLE (it provides {provided:?})")]
     Threads { provided: Threading },
+    /// A start of MPI that takes longer than ranks wait for each other.
+    #[error(
+        "it has not started within {timeout:?}: a process or machine of the run does not answer"
+    )]
+    NotStarted { timeout: Duration },
 }
 
 /// Converts the result code of a call.

@@ -20,8 +20,7 @@ use crate::runtime::schedule::decide::Timing;
 /// The plan takes the decisions of the schedule that trains: the same functions decide which unit is
 /// gathered ahead, which stays gathered and when a reduction is waited for. Numbers and bytes of
 /// collectives are those of a real step. Units are assumed to run forward in layout order, each once
-/// in a pass. As in a [`MemoryForecast`], all parameters that are stored in f32 are assumed to be
-/// trained.
+/// in a pass.
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub(super) units: Vec<Unit>,

@@ -28,6 +28,15 @@ pub(super) fn rank(
     Ok(command)
 }
 
+/// Settings of Open MPI that find a machine that is cut off within two minutes, in place of eight: idle
+/// seconds before the first probe, seconds between probes, and their number. Variables of the environment
+/// take precedence.
+const KEEP_ALIVE: [(&str, &str); 3] = [
+    ("OMPI_MCA_oob_tcp_keepalive_time", "60"),
+    ("OMPI_MCA_oob_tcp_keepalive_intvl", "15"),
+    ("OMPI_MCA_oob_tcp_keepalive_probes", "4"),
+];
+
 /// Returns the command `mpirun .. fsdp rank PROGRAM ARGS`. `grace` is the time between SIGTERM and
 /// SIGKILL when a rank has failed.
 pub(super) fn mpirun(
@@ -46,6 +55,7 @@ pub(super) fn mpirun(
         .args(["--mca", "odls_base_sigkill_timeout", &grace])
         .env(GRACE, &grace)
         .args(["-x", GRACE]);
+    command.envs(KEEP_ALIVE.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()));
     match &plan.logs {
         Some(logs) => {
             // Each rank writes its file on its own machine, from which the launcher may be cut off.

@@ -10,8 +10,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Number of lines of each stream that are kept.
 const KEPT_LINES: usize = 20;
 
+/// Number of bytes of a kept line: the first ones.
+const KEPT_BYTES: usize = 64 * 1024;
+
 /// Maximum length of a line in bytes. A longer line is forwarded in pieces.
-const MAX_LINE: u64 = 64 * 1024;
+const MAX_LINE: u64 = 16 * 1024 * 1024;
 
 /// An output stream of a process.
 #[derive(Clone, Copy, Debug)]
@@ -55,6 +58,7 @@ impl Tail {
             let _ = file.write_all(&[line, b"\n"].concat());
         }
         tail.arrived += 1;
+        let line = &line[..line.len().min(KEPT_BYTES)];
         let line = (tail.arrived, String::from_utf8_lossy(line).into_owned());
         let lines = &mut tail.streams[stream as usize];
         if lines.len() == KEPT_LINES {
@@ -159,9 +163,12 @@ mod tests {
 
     #[test]
     fn a_line_without_end_is_cut_and_wrong_bytes_pass() {
-        let long = vec![b'x'; 3 * MAX_LINE as usize];
-        let (text, _) = relayed(&long);
-        assert_eq!(text.lines().count(), 3);
+        let long = vec![b'x'; MAX_LINE as usize];
+        let (text, kept) = relayed(&long);
+        assert_eq!((text.lines().count(), text.len()), (1, "[rank 1] \n".len() + long.len()));
+        assert_eq!(kept[0].len(), KEPT_BYTES);
+        let (text, _) = relayed(&[&*long, b"xx"].concat());
+        assert_eq!(text.lines().count(), 2);
         let (_, kept) = relayed(b"a\xffb\n");
         assert_eq!(kept, ["a\u{fffd}b"]);
     }
