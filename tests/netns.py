@@ -50,6 +50,19 @@ PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING, SOL_PACKET, ETH_P_ALL = 15, 23, 263, 3
 NAMED = r"rank \d|remote daemon|on node \S+|Remote host: +\S+|cannot be reached at|the host"
 
 
+# Ends once the address refuses a connection to a port where nobody listens.
+REACHES = """
+import socket, sys, time
+while True:
+    try:
+        socket.create_connection((sys.argv[1], 1), 1)
+    except ConnectionRefusedError:
+        sys.exit()
+    except OSError:
+        time.sleep(0.05)
+"""
+
+
 class Failed(Exception):
     """A case that did not end as stated."""
 
@@ -235,10 +248,13 @@ class Network:
         ip("-n", self.between, "link", "set", "to1", state)
 
     def restore(self):
-        """A network without faults."""
+        """A network without faults, over which the machines reach each other."""
         self.link("up")
         for command in ["delay 0", "pass"]:
             self.tell(command)
+        # For a moment after the link has come up there is no route.
+        command = ["ip", "netns", "exec", self.spaces[1], sys.executable, "-c", REACHES, ADDRESSES[0]]
+        subprocess.run(command, check=True, timeout=30)
 
     def inside(self, machine, prelude, command):
         """The command on a machine, whose shell runs `prelude` before."""
@@ -878,13 +894,14 @@ def one_fault(network, random):
     runs = engine.start()
     moment = random.uniform(0, 3)
     what, cause = drawn(random, network, runs)
+    harmless = what.startswith("frames take")
     time.sleep(moment)
     cause()
     what = f"{engine.kind}, after {moment:.1f} s: {what}"
     codes = []
     try:
         codes = [run.end(HANG) for run in runs]
-        if not any(codes):
+        if harmless or not any(codes):
             runs[0].goes_on(expected, 1)
         elif not any(re.search(NAMED, run.text()) or code < 0 for run, code in zip(runs, codes, strict=True)):
             texts = "\n".join(run.text() for run in runs)
