@@ -63,7 +63,10 @@ fn leave_mpi_at_exit() {
     unsafe { libc::atexit(leave) };
 }
 
-/// Ends this process with an error if what is returned is not dropped within the time-out and a second.
+/// Time that MPI itself may take to start on a busy machine.
+const START: Duration = Duration::from_secs(10);
+
+/// Ends this process with an error if what is returned is not dropped within the time-out and [`START`].
 ///
 /// `MPI_Init` waits for all machines without a bound, and cannot be cancelled.
 fn bound_start(env: &RankEnv, timeout: Duration) -> std::io::Result<SyncSender<()>> {
@@ -71,8 +74,8 @@ fn bound_start(env: &RankEnv, timeout: Duration) -> std::io::Result<SyncSender<(
     let (rank, world) = (env.rank, env.world);
     std::thread::Builder::new().name("fsdp-mpi-start".into()).spawn(move || {
         // Ranks that have started MPI wait for as long as the time-out, and name the rank that is late.
-        let waited = ended.recv_timeout(timeout.saturating_add(Duration::from_secs(1)));
-        if waited == Err(RecvTimeoutError::Timeout) {
+        let timeout = timeout.saturating_add(START);
+        if ended.recv_timeout(timeout) == Err(RecvTimeoutError::Timeout) {
             let reason = sys::MpiError::NotStarted { timeout }.to_string();
             let error = BoxedError::from(EngineError::Mpi { reason });
             eprintln!("Error: {}", LaunchError::new(rank, world, error));
