@@ -44,13 +44,9 @@ SLACK = 15
 # Seconds after which a run with a fault at random counts as hanging: far more than its time-outs, also on a busy machine.
 HANG = 90
 PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING, SOL_PACKET, ETH_P_ALL = 15, 23, 263, 3
-
-
 # An error that names a rank, or a machine as Open MPI does; or that the launcher itself was killed.
 NAMED = r"rank \d|remote daemon|on node \S+|Remote host: +\S+|cannot be reached at|the host"
-
-
-# Ends once the address refuses a connection to a port where nobody listens.
+# A program that ends once the address refuses a connection to a port where nobody listens.
 REACHES = """
 import socket, sys, time
 while True:
@@ -565,17 +561,6 @@ def mpi_link_down(network):
     return "an error on both, after the time-out"
 
 
-# A machine whose clock is three hours ahead, and goes on from there.
-CLOCK = "export LD_PRELOAD={} FAKETIME=+3h FAKETIME_DONT_FAKE_MONOTONIC=1"
-
-
-def clock():
-    """A prelude that puts a machine's clock forward."""
-    for file in pathlib.Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"):
-        return CLOCK.format(file)
-    return None
-
-
 @case()
 def mpi_link_down_at_the_start(network):
     """The link goes down at several moments before ranks meet."""
@@ -587,6 +572,17 @@ def mpi_link_down_at_the_start(network):
         runs[0].fails(HANG, NAMED)
         network.end_all()
     return "an error that names a rank or a machine"
+
+
+# A machine whose clock is three hours ahead, and goes on from there.
+CLOCK = "export LD_PRELOAD={} FAKETIME=+3h FAKETIME_DONT_FAKE_MONOTONIC=1"
+
+
+def clock():
+    """A prelude that puts a machine's clock forward."""
+    for file in pathlib.Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"):
+        return CLOCK.format(file)
+    return None
 
 
 @case()

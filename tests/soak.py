@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""A long run of `bert_finetune` at world 4, with saves, evaluation and restarts. The ranks of a start must keep their
-resident memory within 2 %, all together, and each its numbers of file handles and threads; the run must end with the
-bits and the losses of an undisturbed one. For a release build with `cli,mpi`:
+"""A long run of `bert_finetune` at world 4, with saves, evaluation and restarts. Each process must keep its resident
+memory within 2 %, and its numbers of file handles and threads; the run must end with the bits and the losses of an
+undisturbed one. For a release build with `cli,mpi`:
 
     cargo build --release --features cli,mpi --bin fsdp --example bert_finetune
     tests/soak.py FSDP EXAMPLE [STEPS] [RESTARTS]     10000 steps and 3 restarts by default, about an hour
@@ -49,27 +49,20 @@ class Watch(threading.Thread):
                     pass
 
 
-def judged(ranks):
-    """Prints how the ranks of a start have changed after its beginning, given their samples. Returns what is wrong."""
-    wrong, totals = [], [0, 0]
-    for samples in ranks:
-        steady = samples[int(len(samples) * WARM_UP):]
-        half = len(steady) // 2
-        texts = []
-        for column, name in enumerate(["memory", "threads", "handles"]):
-            found = [statistics.median(sample[column] for sample in part) for part in (steady[:half], steady[half:])]
-            texts.append(f"{name} {found[0]:.0f} to {found[1]:.0f}")
-            if name == "memory":
-                # An allocator takes megabytes at a time, a percent or two of one rank.
-                totals = [total + one for total, one in zip(totals, found, strict=True)]
-                texts[-1] += " kB"
-            elif found[0] != found[1]:
-                wrong.append(texts[-1])
-        print(f"  {len(samples)} samples: {', '.join(texts)}", flush=True)
-    change = totals[1] / totals[0] - 1
-    print(f"  memory of {len(ranks)} ranks: {change:+.2%}", flush=True)
-    if abs(change) > MEMORY:
-        wrong.append(f"memory {change:+.2%}")
+def judged(samples):
+    """Prints how a process has changed after its start. Returns what is wrong."""
+    steady = samples[int(len(samples) * WARM_UP):]
+    half = len(steady) // 2
+    wrong, texts = [], []
+    for column, name in enumerate(["memory", "threads", "handles"]):
+        first, last = (statistics.median(sample[column] for sample in part) for part in (steady[:half], steady[half:]))
+        change = last / first - 1
+        texts.append(f"{name} {first:.0f} to {last:.0f}")
+        if name == "memory":
+            texts[-1] += f" kB ({change:+.2%})"
+        if abs(change) > MEMORY if name == "memory" else first != last:
+            wrong.append(texts[-1])
+    print(f"  {len(samples)} samples: {', '.join(texts)}", flush=True)
     return wrong
 
 
@@ -94,13 +87,11 @@ def main(fsdp, example, steps="10000", restarts="3"):
             watch.join()
             results.append(run.result())
             print(f"{steps} steps, {kills} restarts: {time.monotonic() - begin:.0f} s", flush=True)
-            # The ranks of a start are seen one after the other. A start of a few seconds is all beginning.
-            ranks = list(watch.samples.values())
-            starts = [ranks[at : at + WORLD] for at in range(0, len(ranks), WORLD)]
-            judgeable = [start for start in starts if all(len(samples) >= 40 for samples in start)]
-            assert judgeable, "no start was long enough"
-            for start in judgeable:
-                wrong += judged(start)
+            # A process of a few seconds is all start.
+            long = [samples for samples in watch.samples.values() if len(samples) >= 40]
+            assert long, "no process ran long enough"
+            for samples in long:
+                wrong += judged(samples)
     (whole, losses), (files, tail) = results
     assert len(whole) == WORLD and files == whole, "the last checkpoint has other bits"
     assert len(losses) == steps and losses[-len(tail):] == tail, "other losses"

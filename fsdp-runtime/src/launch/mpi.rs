@@ -66,7 +66,7 @@ fn leave_mpi_at_exit() {
 /// Time that MPI itself may take to start on a busy machine.
 const START: Duration = Duration::from_secs(10);
 
-/// Ends this process with an error if what is returned is not dropped within the time-out and [`START`].
+/// Ends this process with an error if the returned sender still exists after the time-out and [`START`].
 ///
 /// `MPI_Init` waits for all machines without a bound, and cannot be cancelled.
 fn bound_start(env: &RankEnv, timeout: Duration) -> std::io::Result<SyncSender<()>> {
