@@ -13,7 +13,7 @@ use std::sync::Mutex;
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Shape, TensorData};
+use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 #[cfg(feature = "nccl")]
@@ -64,6 +64,16 @@ fn flat(tensor: CubeTensor, range: Range<usize>) -> CubeTensor {
         return tensor;
     }
     CubeBackend::float_slice(tensor, &[burn::tensor::Slice::from(range)])
+}
+
+/// Returns the tensor's elements in order, read from the device, or in place on CubeCL's CPU device.
+fn read(tensor: CubeTensor) -> Bytes {
+    let tensor = contiguous(tensor);
+    #[cfg(test)]
+    stream_order::reads(&tensor.handle);
+    // `into_data` would be lazy: its bytes hold the device allocation for their whole life.
+    let handle = BufferSlice::of(&tensor).into_handle(tensor.shape().num_elements());
+    tensor.client.read_one(handle).expect("a computed tensor can be read")
 }
 
 impl ShardBackend for CubeBackend {
@@ -155,14 +165,12 @@ impl ShardBackend for CubeBackend {
     }
 
     fn to_data(tensor: CubeTensor) -> TensorData {
-        let tensor = contiguous(tensor);
-        #[cfg(test)]
-        stream_order::reads(&tensor.handle);
         let (shape, dtype) = (tensor.shape(), tensor.dtype);
-        // `into_data` would be lazy: its bytes hold the device allocation for their whole life.
-        let handle = BufferSlice::of(&tensor).into_handle(shape.num_elements());
-        let bytes = tensor.client.read_one(handle).expect("a computed tensor can be read");
-        TensorData::from_bytes(owned_bytes(bytes), shape, dtype)
+        TensorData::from_bytes(owned_bytes(read(tensor)), shape, dtype)
+    }
+
+    fn with_bytes(tensor: CubeTensor, f: &mut dyn FnMut(&[u8])) {
+        f(&read(tensor));
     }
 
     #[cfg(feature = "mpi")]

@@ -13,10 +13,16 @@ use std::ops::Range;
 #[cfg(feature = "mpi")]
 use std::ptr::NonNull;
 
+#[cfg(feature = "flex")]
+use burn::backend::flex::FlexDevice;
 use burn::backend::{Backend, TensorMetadata};
+#[cfg(feature = "flex")]
+use burn::backend::{Flex, ops::FloatTensorOps};
 use burn::tensor::{DType, Shape, TensorData};
 
 use super::codes;
+#[cfg(feature = "flex")]
+use super::kernels::flex::{cast_when_copied, copy_of_bytes};
 use super::kernels::{self, Kernels};
 use super::norm::Norm;
 use super::tensor::Float;
@@ -196,21 +202,29 @@ pub(crate) fn encoded<B: ShardBackend>(
 
 /// Copies the tensor to Flex, into host memory.
 #[cfg(feature = "flex")]
-pub(super) fn to_flex<B: ShardBackend>(tensor: Float<B>) -> Float<burn::backend::Flex> {
-    burn::backend::flex::FlexTensor::from_data(B::to_data(tensor))
+pub(super) fn to_flex<B: ShardBackend>(tensor: Float<B>) -> Float<Flex> {
+    let (shape, dtype) = (tensor.shape(), tensor.dtype());
+    if !kernels::takes(dtype) {
+        return Flex::float_from_data(B::to_data(tensor), &FlexDevice);
+    }
+    let mut copy = None;
+    B::with_bytes(tensor, &mut |bytes| copy = Some(copy_of_bytes(bytes, shape.clone(), dtype)));
+    copy.expect("`with_bytes` calls the function once")
 }
 
-/// Copies a tensor of Flex to a device; if `pinned`, through page-locked memory.
+/// Copies a tensor of Flex to a device, cast to `dtype`; if `pinned`, through page-locked memory.
 #[cfg(feature = "flex")]
 pub(super) fn from_flex<B: ShardBackend>(
-    tensor: Float<burn::backend::Flex>,
+    tensor: Float<Flex>,
+    dtype: DType,
     device: &B::Device,
     pinned: bool,
 ) -> Float<B> {
-    let mut data = tensor.into_data();
-    if pinned {
-        B::staging(std::iter::once(&mut data), device);
+    if !pinned || !kernels::takes(tensor.dtype()) || !kernels::takes(dtype) {
+        return B::float_from_data(cast::<Flex>(tensor, dtype).into_data(), device);
     }
+    let mut data = cast_when_copied(tensor, dtype);
+    B::staging(std::iter::once(&mut data), device);
     B::float_from_data(data, device)
 }
 

@@ -272,7 +272,7 @@ impl<B: ShardBackend> StoredTensor<B> {
             #[cfg(feature = "flex")]
             Self::Host(tensor) => {
                 let pinned = storage == StorageDevice::Host { pinned: true };
-                from_flex::<B>(cast::<Flex>(tensor, dtype), device, pinned)
+                from_flex::<B>(tensor, dtype, device, pinned)
             }
         }
     }
@@ -287,7 +287,8 @@ impl<B: ShardBackend> StoredTensor<B> {
             Self::Host(tensor) => {
                 let flex = burn::backend::flex::FlexDevice;
                 let codes = encoded::<Flex>(tensor, range, storage, shape, &flex);
-                from_flex::<B>(codes, device, false)
+                let dtype = codes.dtype();
+                from_flex::<B>(codes, dtype, device, false)
             }
         }
     }

@@ -190,8 +190,8 @@ pub enum OffloadPolicy {
     /// `CPUOffloadPolicy`). Each all-gather first copies the unit's shards to the device, in the
     /// dtype in which they are gathered.
     Params {
-        /// Whether copies to the device go through pinned (page-locked) memory, which devices read
-        /// faster. Copies to the host do not use pinned memory.
+        /// Whether shards that are copied to the device are cast into pinned (page-locked) memory,
+        /// which devices read faster. CubeCL copies to the host through pinned memory in any case.
         pin_memory: bool,
     },
     /// Stores the same as [`Params`](Self::Params) in pinned host memory, and keeps a copy of this

@@ -28,7 +28,7 @@ use crate::backend::norm::Norm;
 use crate::layout::StorageType;
 
 /// Returns the tensor if it is contiguous, else a contiguous copy.
-fn contiguous(tensor: FlexTensor) -> FlexTensor {
+pub(super) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() }
 }
 
@@ -89,7 +89,7 @@ fn converted(
 }
 
 /// Copy of part of a tensor into a buffer, as one task of the thread pool.
-struct CopyTask<'a, O> {
+pub(super) struct CopyTask<'a, O> {
     source: &'a FlexTensor,
     /// Index of the first element to copy.
     from: usize,
@@ -97,7 +97,21 @@ struct CopyTask<'a, O> {
     target: &'a mut [O],
 }
 
+/// Returns tasks that copy all elements of a contiguous tensor to `target`, rounded to its type.
+pub(super) fn copy_tasks<'a, O>(
+    source: &'a FlexTensor,
+    target: &'a mut [O],
+) -> impl Iterator<Item = CopyTask<'a, O>> {
+    let tasks = target.chunks_mut(TASK).enumerate();
+    tasks.map(move |(task, target)| CopyTask { source, from: task * TASK, target })
+}
+
 impl<O: KernelFloat> CopyTask<'_, O> {
+    /// Runs all tasks, on all threads of the current rayon pool.
+    pub(super) fn run_all(tasks: Vec<Self>) {
+        tasks.into_par_iter().with_min_len(8).for_each(Self::run);
+    }
+
     fn run(self) {
         with_float_type!(self.source.dtype(), |I| {
             let source = &slice::<I>(self.source)[self.from..][..self.target.len()];
@@ -126,11 +140,9 @@ impl Kernels for Flex {
                 let (part, after) = from_part.split_at_mut(source.shape().num_elements());
                 rest_start = at + part.len();
                 rest = after;
-                for (task, target) in part.chunks_mut(TASK).enumerate() {
-                    copies.push(CopyTask { source, from: task * TASK, target });
-                }
+                copies.extend(copy_tasks(source, part));
             }
-            copies.into_par_iter().with_min_len(8).for_each(CopyTask::run);
+            CopyTask::run_all(copies);
         });
         buffer
     }

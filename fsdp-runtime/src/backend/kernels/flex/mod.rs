@@ -8,6 +8,7 @@ mod dropout;
 mod exp;
 mod float;
 mod gelu;
+mod host_copies;
 mod kernels;
 mod layer_norm;
 mod loops;
@@ -22,4 +23,5 @@ mod sums;
 
 pub(in crate::backend) use self::decode::into as decode_into;
 pub(in crate::backend) use self::float::with_float_type;
+pub(in crate::backend) use self::host_copies::{cast_when_copied, copy_of_bytes};
 pub(in crate::backend) use self::new_tensor::Uninit;
