@@ -98,7 +98,31 @@ pub struct EvalShare {
     pub counted: usize,
 }
 
-/// Batch of examples, padded to the longest of them. Matrices are in row-major order.
+/// How the rows of a batch are filled up.
+#[derive(Clone, Copy, Debug)]
+pub struct Padding {
+    /// Id of the padding token.
+    pub token: u32,
+    /// Number of which the length of a batch is a multiple, unless it is `max_length`.
+    pub multiple_of: usize,
+    /// Maximum length of an example, in word pieces.
+    pub max_length: usize,
+}
+
+impl Padding {
+    /// Fills rows up to the longest.
+    #[cfg(test)]
+    pub fn to_longest(token: u32) -> Self {
+        Self { token, multiple_of: 1, max_length: usize::MAX }
+    }
+
+    /// Returns the length of a batch whose longest example has `longest` word pieces.
+    fn width(&self, longest: usize) -> usize {
+        longest.next_multiple_of(self.multiple_of).min(self.max_length.max(longest))
+    }
+}
+
+/// Batch of examples of one length, padded. Matrices are in row-major order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Padded {
     /// Shape `[batch, length]` of the matrices.
@@ -114,9 +138,10 @@ pub struct Padded {
 }
 
 impl Padded {
-    /// Pads the examples at `rows` with the token `pad`.
-    pub fn new(examples: &[Encoded], rows: &[usize], pad: u32) -> Self {
-        let width = rows.iter().map(|row| examples[*row].ids.len()).max().unwrap_or(0);
+    /// Pads the examples at `rows`.
+    pub fn new(examples: &[Encoded], rows: &[usize], padding: Padding) -> Self {
+        let longest = rows.iter().map(|row| examples[*row].ids.len()).max().unwrap_or(0);
+        let width = padding.width(longest);
         let places = rows.len() * width;
         let mut batch = Self {
             shape: [rows.len(), width],
@@ -130,7 +155,7 @@ impl Padded {
             batch.ids.extend(example.ids.iter().map(|id| *id as i32));
             batch.types.extend(example.types.iter().map(|id| *id as i32));
             batch.padding.resize(batch.ids.len(), false);
-            batch.ids.resize(end, pad as i32);
+            batch.ids.resize(end, padding.token as i32);
             batch.types.resize(end, 0);
             batch.padding.resize(end, true);
             batch.labels.push(example.label as i32);
@@ -230,13 +255,24 @@ mod tests {
         let example =
             |ids: &[u32], label| Encoded { ids: ids.to_vec(), types: vec![1; ids.len()], label };
         let examples = [example(&[7, 8, 9], 1), example(&[4], 0), example(&[1; 9], 0)];
-        let batch = Padded::new(&examples, &[0, 1], 3);
+        let batch = Padded::new(&examples, &[0, 1], Padding::to_longest(3));
         assert_eq!(batch.shape, [2, 3]);
         assert_eq!(batch.ids, [7, 8, 9, 4, 3, 3]);
         assert_eq!(batch.types, [1, 1, 1, 1, 0, 0]);
         assert_eq!(batch.padding, [false, false, false, false, true, true]);
         assert_eq!(batch.labels, [1, 0]);
         assert!(batch.is_padded());
-        assert!(!Padded::new(&examples, &[2], 3).is_padded());
+        assert!(!Padded::new(&examples, &[2], Padding::to_longest(3)).is_padded());
+    }
+
+    #[test]
+    fn lengths_are_multiples_up_to_the_maximum() {
+        let padding = Padding { token: 0, multiple_of: 8, max_length: 30 };
+        let widths = [1, 8, 9, 24, 25, 30].map(|longest| padding.width(longest));
+        assert_eq!(widths, [8, 8, 16, 24, 30, 30]);
+        let example = Encoded { ids: vec![5; 9], types: vec![1; 9], label: 0 };
+        let batch = Padded::new(&[example], &[0], padding);
+        assert_eq!(batch.shape, [1, 16]);
+        assert_eq!(batch.padding.iter().filter(|it| **it).count(), 7);
     }
 }

@@ -206,6 +206,7 @@ mod tests {
     use fsdp_runtime::checkpoint::Manifest;
 
     use super::*;
+    use crate::batch::Padding;
     use crate::bert_config::BertConfig;
     use crate::cli::Cli;
     use crate::job::{Dataset, Job};
@@ -243,7 +244,7 @@ mod tests {
                 train: examples(4 * GLOBAL + 5),
                 test: examples(7),
                 classes: 2,
-                pad: 0,
+                padding: Padding::to_longest(0),
             },
             config: config.with_dropout(Some(0.0)),
             pretrained: None,

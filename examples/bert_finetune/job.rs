@@ -6,9 +6,11 @@ use anyhow::Result;
 use fsdp_runtime::GradScalerConfig;
 use fsdp_runtime::prelude::*;
 
+use crate::batch::Padding;
 use crate::bert_config::BertConfig;
 use crate::checkpoints::CheckpointPlan;
 use crate::cli::{Cli, Recipe};
+use crate::common::device::DeviceName;
 use crate::common::log_file::LogFile;
 use crate::common::lora::Lora;
 use crate::common::memory::RunMemory;
@@ -18,6 +20,15 @@ use crate::export::Export;
 use crate::launch_settings::LaunchSettings;
 use crate::lora;
 use crate::tokenizer::{BertTokenizer, Encoded};
+
+/// Returns the default of `--pad-to-multiple-of`. The tensor cores of a GPU take 8 elements at a time.
+const fn default_multiple(device: DeviceName) -> usize {
+    match device {
+        DeviceName::Auto if cfg!(feature = "cuda") => 8,
+        DeviceName::Wgpu | DeviceName::Cuda(_) => 8,
+        DeviceName::Auto | DeviceName::Flex | DeviceName::Cpu => 1,
+    }
+}
 
 /// Inputs of a run, the same on every rank.
 #[derive(Clone, Debug)]
@@ -65,8 +76,8 @@ pub struct Dataset {
     pub test: Vec<Encoded>,
     /// Number of classes.
     pub classes: usize,
-    /// Id of the padding token.
-    pub pad: u32,
+    /// How batches are padded.
+    pub padding: Padding,
 }
 
 impl Job {
@@ -94,12 +105,17 @@ impl Job {
             }
         };
         config.check_input(tokenizer.vocab_size(), recipe.max_length)?;
+        let padding = Padding {
+            token: tokenizer.pad(),
+            multiple_of: cli.pad_to_multiple_of.unwrap_or(default_multiple(settings.device)),
+            max_length: recipe.max_length,
+        };
         let pretrained = cli.pretrained.as_deref();
         let export =
             |folder: &PathBuf| Export::new(folder, &config, corpus.classes, &tokenizer, pretrained);
         Ok(Self {
             export: cli.save_pretrained.as_ref().map(export).transpose()?,
-            dataset: Dataset::new(&corpus, &tokenizer)?,
+            dataset: Dataset::new(&corpus, &tokenizer, padding)?,
             config: config.with_dropout(cli.dropout),
             pretrained: cli.pretrained.clone(),
             lora,
@@ -123,7 +139,7 @@ impl Dataset {
     /// # Errors
     ///
     /// If the tokenizer fails on a text.
-    pub fn new(corpus: &Corpus, tokenizer: &BertTokenizer) -> Result<Self> {
+    pub fn new(corpus: &Corpus, tokenizer: &BertTokenizer, padding: Padding) -> Result<Self> {
         let description = format!(
             "{}: {} examples to train on, {} held out, {} classes, {} word pieces",
             corpus.name,
@@ -137,7 +153,7 @@ impl Dataset {
             train: tokenizer.encode(&corpus.train)?,
             test: tokenizer.encode(&corpus.test)?,
             classes: corpus.classes,
-            pad: tokenizer.pad(),
+            padding,
         })
     }
 }

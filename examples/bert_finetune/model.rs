@@ -312,6 +312,7 @@ mod tests {
     use fsdp_runtime::__private::{Child, Kind, Node};
 
     use super::*;
+    use crate::batch::Padding;
     use crate::common::device::DeviceName;
     use crate::tokenizer::Encoded;
 
@@ -331,7 +332,8 @@ mod tests {
         let example =
             |ids: &[u32]| Encoded { ids: ids.to_vec(), types: vec![0; ids.len()], label: 0 };
         let examples = [example(&[2, 7, 8, 3]), example(&[2, 9, 4, 11, 12, 13, 14, 15, 3])];
-        let input = BertInput::new(Padded::new(&examples, rows, 0), device);
+        let padded = Padded::new(&examples, rows, Padding::to_longest(0));
+        let input = BertInput::new(padded, device);
         let logits = model.forward(input.ids, input.types, input.padding);
         assert_eq!(logits.dims(), [rows.len(), 3]);
         logits.into_data().try_into_vec_as().unwrap()

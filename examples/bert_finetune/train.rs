@@ -174,7 +174,7 @@ impl<'a> Trainer<'a> {
         let Self { job, worker, .. } = self;
         let TrainingState { model, scaler, .. } = &mut self.state;
         let rows = self.dealer.share(batch, worker.rank().index());
-        let padded = Padded::new(&job.dataset.train, rows, job.dataset.pad);
+        let padded = Padded::new(&job.dataset.train, rows, job.dataset.padding);
         let input = BertInput::new(padded, worker.device());
         let sent_before = model.stats().counts().sent_bytes;
         let logits = model.forward(input.ids, input.types, input.padding);
@@ -223,7 +223,7 @@ impl<'a> Trainer<'a> {
         let lengths: Vec<usize> = dataset.test.iter().map(|example| example.ids.len()).collect();
         let mut counts = Counts::new(dataset.classes);
         for share in self.dealer.evaluation(&lengths, self.worker.rank().index()) {
-            let padded = Padded::new(&dataset.test, &share.rows, dataset.pad);
+            let padded = Padded::new(&dataset.test, &share.rows, dataset.padding);
             let input = BertInput::new(padded, &device);
             let logits = model.forward(input.ids, input.types, input.padding);
             let logits = logits.try_into_data()?.try_into_vec_as::<f32>()?;

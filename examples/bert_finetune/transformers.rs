@@ -16,7 +16,7 @@ use clap::Parser;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{LoadOptions, LoraConfig, from_pretrained};
 
-use crate::batch::Padded;
+use crate::batch::{Padded, Padding};
 use crate::bert_config::BertConfig;
 use crate::cli::Cli;
 use crate::common::python::{python_with, run_script};
@@ -84,7 +84,8 @@ fn untrained_logits_equal_those_of_transformers() {
     let tokenizer = BertTokenizer::read(&bert, MAX_LENGTH).unwrap();
     let encoded = tokenizer.encode(&pairs).unwrap();
     let config = BertConfig::read(&folder.path().join("config.json")).unwrap();
-    let (weights, pad) = (folder.path().join("model.safetensors"), tokenizer.pad());
+    let weights = folder.path().join("model.safetensors");
+    let padding = Padding::to_longest(tokenizer.pad());
     let options = LaunchOptions::new(2).with_device(Device::flex());
     let ranks = launch(options, move |worker| {
         let model = config.init(2, worker.device());
@@ -96,7 +97,7 @@ fn untrained_logits_equal_those_of_transformers() {
         assert!(report.missing.is_empty(), "{report:?}");
         let rows: Vec<usize> = (0..PAIRS).collect();
         let device = worker.device().clone().inner();
-        let input = BertInput::new(Padded::new(&encoded, &rows, pad), &device);
+        let input = BertInput::new(Padded::new(&encoded, &rows, padding), &device);
         let logits = model.valid().forward(input.ids, input.types, input.padding);
         Ok::<_, fsdp_runtime::Error>(logits.into_data().iter::<f64>().collect::<Vec<_>>())
     })
@@ -162,7 +163,7 @@ fn compare(folder: PathBuf, adapters: Option<PathBuf>, pairs: &[Example], theirs
         assert_eq!(ours.ids, theirs[..ours.ids.len()], "one tokenizer");
     }
     let config = BertConfig::read(&folder.join("config.json")).unwrap();
-    let pad = tokenizer.pad();
+    let padding = Padding::to_longest(tokenizer.pad());
     let ranks = launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
         let model = config.init(2, worker.device());
         let (options, load) = (FsdpOptions::new(), LoadOptions::new().with_new_adapters());
@@ -176,7 +177,7 @@ fn compare(folder: PathBuf, adapters: Option<PathBuf>, pairs: &[Example], theirs
         }
         let rows: Vec<usize> = (0..PAIRS).collect();
         let device = worker.device().clone().inner();
-        let input = BertInput::new(Padded::new(&encoded, &rows, pad), &device);
+        let input = BertInput::new(Padded::new(&encoded, &rows, padding), &device);
         let logits = model.valid().forward(input.ids, input.types, input.padding);
         Ok::<_, fsdp_runtime::Error>(logits.into_data().iter::<f64>().collect::<Vec<_>>())
     })
