@@ -6,7 +6,6 @@
 
 use std::alloc::{Layout as Allocation, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::HashMap;
-use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
@@ -15,13 +14,14 @@ use burn::backend::Flex;
 use burn::backend::TensorMetadata;
 use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
 use burn::tensor::{DType, Element, Shape, TensorData};
-use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
+use burn_std::Bytes;
 use bytemuck::Pod;
 
 use super::kernels::Kernels;
 use super::kernels::flex::{Uninit, decode_into, with_float_type};
 use super::model_backend::{FloatTensor, ModelBackend, dispatch};
 use super::norm::Norm;
+use super::read_only::{ReadOnly, read_only};
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
 use super::shard_backend::{ShardBackend, cast};
@@ -79,42 +79,27 @@ impl Drop for Block {
     }
 }
 
-/// Part of a block as byte storage of Burn.
+/// Part of a block.
 ///
-/// Burn neither writes through the storage nor takes it out of a tensor. [`Memory`] keeps an `Arc`
-/// of each storage, so no tensor is the only owner of its storage, and Burn copies it before a
-/// mutation.
+/// [`Memory`] keeps an `Arc` of each view's storage, so no tensor is the only owner of it, and Burn
+/// copies it before a mutation.
 struct View {
     block: Arc<Block>,
     range: Range<usize>,
 }
 
-impl AllocationController for View {
-    /// Returns the alignment that a copy of the view gets, in bytes: that of Burn's own storage.
-    fn alloc_align(&self) -> usize {
-        align_of::<u128>()
+impl ReadOnly for View {
+    fn len(&self) -> usize {
+        self.range.len()
     }
 
-    fn property(&self) -> AllocationProperty {
-        AllocationProperty::Native
-    }
-
-    unsafe fn memory_mut(
-        &mut self,
-        _: AccessPolicy,
-    ) -> Result<&mut [MaybeUninit<u8>], AccessError> {
-        Err(AccessError::WouldCopy)
-    }
-
-    fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
+    fn bytes(&self) -> &[u8] {
         // SAFETY: the range is within the block (checked in `Memory::bytes`). The block is
         // initialised, lives as long as `self`, and is not written while a view is read.
-        Ok(unsafe {
-            std::slice::from_raw_parts(
-                self.block.start.add(self.range.start).as_ptr().cast(),
-                self.range.len(),
-            )
-        })
+        unsafe {
+            let start = self.block.start.add(self.range.start);
+            std::slice::from_raw_parts(start.as_ptr(), self.range.len())
+        }
     }
 }
 
@@ -133,11 +118,7 @@ impl Memory {
     fn bytes(&self, range: Range<usize>) -> Arc<Bytes> {
         assert!(range.end <= self.block.bytes, "a view must stay within its gather buffer");
         let mut views = self.views.lock().ignore_poison();
-        let view = || {
-            let controller = View { block: self.block.clone(), range: range.clone() };
-            // SAFETY: the controller provides `range.len()` initialised bytes.
-            Arc::new(unsafe { Bytes::from_controller(Box::new(controller), range.len()) })
-        };
+        let view = || Arc::new(read_only(View { block: self.block.clone(), range: range.clone() }));
         views.entry((range.start, range.end)).or_insert_with(view).clone()
     }
 }

@@ -1,9 +1,9 @@
 //! The operations that sharding requires of a Burn backend: buffers that tensors view, own kernels,
 //! and tensors that are stored on the device or in host memory.
 //!
-//! A file uses only files earlier in this order: host_data, tensor, norm, philox and codes; kernels;
-//! shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and gather_buffer;
-//! ops. Unit tests add stream_order, which fence, cube and recorded report to.
+//! A file uses only files earlier in this order: host_data, read_only, tensor, norm, philox and
+//! codes; kernels; shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and
+//! gather_buffer; ops. Unit tests add stream_order, which fence, cube and recorded report to.
 
 pub(crate) mod codes;
 #[cfg(feature = "cube")]
@@ -19,6 +19,8 @@ mod model_backend;
 mod norm;
 pub(crate) mod ops;
 pub(crate) mod philox;
+#[cfg(feature = "flex")]
+mod read_only;
 #[cfg(feature = "cube")]
 mod recorded;
 mod shard_backend;

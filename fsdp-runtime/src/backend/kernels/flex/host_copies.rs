@@ -3,19 +3,18 @@
 //! Offloaded parameters and gradients pass through the page-locked memory of a device's allocator.
 //! One thread copies it at a fraction of the speed at which the device reads and writes it.
 
-use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
-use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use rayon::prelude::*;
 
 use super::float::{slice, with_float_type};
 use super::kernels::{CopyTask, contiguous, copy_tasks};
 use super::new_tensor::{Uninit, new_tensor};
 use crate::backend::kernels::Kernels;
+use crate::backend::read_only::{ReadOnly, read_only};
 
 /// Bytes that a task copies.
 const PART: usize = 1 << 20;
@@ -49,10 +48,8 @@ pub(in crate::backend) fn copy_of_bytes(bytes: &[u8], shape: Shape, dtype: DType
 pub(in crate::backend) fn cast_when_copied(tensor: FlexTensor, dtype: DType) -> TensorData {
     let shape = tensor.shape();
     let len = shape.num_elements() * dtype.size();
-    let controller = CastBytes { tensor: contiguous(tensor), dtype, len, read: OnceLock::new() };
-    // SAFETY: the controller provides `len` initialised bytes.
-    let bytes = unsafe { Bytes::from_controller(Box::new(controller), len) };
-    TensorData::from_bytes(bytes, shape, dtype)
+    let bytes = CastBytes { tensor: contiguous(tensor), dtype, len, read: OnceLock::new() };
+    TensorData::from_bytes(read_only(bytes), shape, dtype)
 }
 
 /// Elements of a contiguous tensor as bytes of another dtype.
@@ -65,59 +62,36 @@ struct CastBytes {
     read: OnceLock<FlexTensor>,
 }
 
-impl CastBytes {
-    fn in_place(&self) -> &[u8] {
+impl ReadOnly for CastBytes {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn bytes(&self) -> &[u8] {
         let cast = match self.tensor.dtype() == self.dtype {
             true => &self.tensor,
             false => self.read.get_or_init(|| Flex::cast(self.tensor.clone(), self.dtype, None)),
         };
         with_float_type!(self.dtype, |E| bytemuck::cast_slice(slice::<E>(cast)))
     }
-}
 
-impl AllocationController for CastBytes {
-    /// Returns the alignment that a copy gets, in bytes: that of Burn's own storage.
-    fn alloc_align(&self) -> usize {
-        align_of::<u128>()
-    }
-
-    fn property(&self) -> AllocationProperty {
-        AllocationProperty::Native
-    }
-
-    unsafe fn memory_mut(
-        &mut self,
-        _: AccessPolicy,
-    ) -> Result<&mut [MaybeUninit<u8>], AccessError> {
-        Err(AccessError::WouldCopy)
-    }
-
-    fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
-        let bytes = self.in_place();
-        // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and nothing writes through the result.
-        Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
-    }
-
-    fn capacity(&self) -> usize {
-        self.len
-    }
-
-    unsafe fn copy_into(&self, target: &mut [u8]) {
+    fn copy_to(&self, target: &mut [u8]) {
         assert_eq!(target.len(), self.len, "a copy of all elements");
         if self.tensor.dtype() == self.dtype {
             // Codes are stored as f32 too: their bits are kept.
-            let parts = target.par_chunks_mut(PART).zip(self.in_place().par_chunks(PART));
+            let parts = target.par_chunks_mut(PART).zip(self.bytes().par_chunks(PART));
             return parts.for_each(|(target, source)| target.copy_from_slice(source));
         }
         with_float_type!(self.dtype, |E| match bytemuck::try_cast_slice_mut::<u8, E>(target) {
             Ok(target) => CopyTask::run_all(copy_tasks(&self.tensor, target).collect()),
-            Err(_) => target.copy_from_slice(self.in_place()),
+            Err(_) => target.copy_from_slice(self.bytes()),
         });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::Bytes;
     use half::bf16;
 
     use super::*;
@@ -142,12 +116,10 @@ mod tests {
         bytes.copy_into(&mut target);
         assert_eq!(bytemuck::cast_slice::<u8, bf16>(&target), rounded());
         let len = 2 * NUMEL;
-        let controller =
-            CastBytes { tensor: tensor(), dtype: DType::BF16, len, read: OnceLock::new() };
+        let bytes = CastBytes { tensor: tensor(), dtype: DType::BF16, len, read: OnceLock::new() };
         let mut shifted = vec![0; len + 1];
         let odd = usize::from(shifted.as_ptr().addr().is_multiple_of(2));
-        // SAFETY: the controller has `len` initialised bytes.
-        unsafe { controller.copy_into(&mut shifted[odd..][..len]) };
+        bytes.copy_to(&mut shifted[odd..][..len]);
         assert_eq!(&shifted[odd..][..len], bytemuck::cast_slice::<bf16, u8>(&rounded()));
     }
 
