@@ -36,7 +36,8 @@ pub enum StoreError {
     /// A rank that could not connect to rank 0 within the time-out.
     #[error(
         "rank 0 cannot be reached at {host}:{port} within {waited:?} ({reason}); is it started, and \
-         the port open between the machines?"
+         the port open between the machines? It stops listening once it has all ranks: a rank that \
+         is started twice may come too late"
     )]
     Unreachable {
         /// Host of rank 0.
