@@ -41,11 +41,11 @@ STORE_PORT, RANK_PORTS = 29500, (12000, 12099)
 TIMEOUT = 4
 # Seconds beyond the time-out after which a run counts as hanging.
 SLACK = 15
+# Seconds beyond the time-out and `SLACK` that a run may take if all its frames are late, which makes it slow.
+LATE = 60
 PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING, SOL_PACKET, ETH_P_ALL = 15, 23, 263, 3
 # An error that names a rank, or a machine as Open MPI does; or that the launcher itself or its `mpirun` was killed.
 NAMED = r"rank \d|remote daemon|on node \S+|Remote host: +\S+|cannot be reached at|the host|`mpirun` failed: killed"
-# Seconds beyond that which a run may take whose frames are all late. It is slow, and not stuck.
-LATE = 60
 # A program that ends once the address refuses a connection to a port where nobody listens.
 REACHES = """
 import socket, sys, time

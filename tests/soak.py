@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""A long run of `bert_finetune` at world 4, with saves, evaluation and restarts. Each process must keep its resident
-memory within 2 %, and its numbers of file handles and threads; the run must end with the bits and the losses of an
-undisturbed one. For a release build with `cli,mpi`:
+"""A long run of `bert_finetune` at world 4 without huge pages, with saves, evaluation and restarts. Each process must
+keep its resident memory within 2 %, and its numbers of file handles and threads; the run must end with the bits and
+the losses of an undisturbed one. For a release build with `cli,mpi`:
 
     cargo build --release --features cli,mpi --bin fsdp --example bert_finetune
     tests/soak.py FSDP EXAMPLE [STEPS] [RESTARTS]     10000 steps and 3 restarts by default, about an hour
@@ -24,8 +24,8 @@ WORLD = 4
 # Part of a process's life that is its start: the first steps and saves allocate what later ones use again.
 WARM_UP = 0.3
 MEMORY = 0.02
-# Of Linux's `prctl`: processes that are started from here on get no huge pages. One such page of 2 MB is 1 % of the
-# memory of this small model, and is resident as a whole as soon as one byte is used.
+# Option of Linux's `prctl` that disables huge pages for this process and those that it starts. A huge page of 2 MB is
+# 1 % of the memory of this small model, and is resident as a whole as soon as one byte is used.
 PR_SET_THP_DISABLE = 41
 
 

@@ -103,7 +103,7 @@ pub struct EvalShare {
 pub struct Padding {
     /// Id of the padding token.
     pub token: u32,
-    /// Number of which the length of a batch is a multiple, unless it is `max_length`.
+    /// Divisor of the length of a batch, unless that is `max_length`.
     pub multiple_of: usize,
     /// Maximum length of an example, in word pieces.
     pub max_length: usize,

@@ -54,8 +54,8 @@ pub struct Cli {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_length: Option<usize>,
 
-    /// Number of which the padded length of a batch is a multiple, up to --max-length: a GPU tunes
-    /// its kernels for fewer lengths [default: 8 on GPUs, else 1]
+    /// Divisor of the padded length of a batch, unless that is --max-length: a GPU then tunes its
+    /// kernels for fewer lengths [default: 8 on GPUs, else 1]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub pad_to_multiple_of: Option<usize>,
 

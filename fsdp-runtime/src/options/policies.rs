@@ -191,7 +191,7 @@ pub enum OffloadPolicy {
     /// dtype in which they are gathered.
     Params {
         /// Whether shards that are copied to the device are cast into pinned (page-locked) memory,
-        /// which devices read faster. CubeCL copies to the host through pinned memory in any case.
+        /// which devices read faster. Copies from CUDA devices use pinned memory in any case.
         pin_memory: bool,
     },
     /// Stores the same as [`Params`](Self::Params) in pinned host memory, and keeps a copy of this
