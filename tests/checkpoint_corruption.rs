@@ -395,7 +395,7 @@ fn a_file_that_cannot_be_written_is_an_error_on_every_rank() {
         let mut manager = CheckpointManager::new(&blocked, &worker);
         let error = manager.save(&Checkpoint::new(1).with_model("net", &net)).unwrap_err();
         worker.barrier()?;
-        if worker.rank().index() == 0 {
+        if worker.is_rank_zero() {
             fs::remove_file(&blocked).unwrap();
         }
         worker.barrier()?;

@@ -90,7 +90,7 @@ fn save_and_load(folder: &Path) {
         let net =
             fully_shard(SIZES.init(worker.device()), worker, FsdpOptions::new().with_seed(1))?;
         worker.barrier()?;
-        if worker.rank().index() == 0 {
+        if worker.is_rank_zero() {
             ALLOCATOR.reset_peak();
         }
         worker.barrier()?;

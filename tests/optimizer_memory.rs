@@ -53,7 +53,7 @@ fn sharded(optimizer: fn() -> ModuleOptimizer) -> Vec<usize> {
         // Rank 0 counts, while no rank allocates.
         let count = || -> Result<usize, Error> {
             worker.barrier()?;
-            let first = worker.rank().index() == 0;
+            let first = worker.is_rank_zero();
             let count = if first { ALLOCATOR.take_large() } else { 0 };
             worker.barrier()?;
             Ok(count)

@@ -1,7 +1,7 @@
 //! The plan of a step on GPUs, printed by `--plan` in place of training.
 
 use anyhow::Result;
-use fsdp_runtime::plan::{Batch, Plan};
+use fsdp_runtime::plan::{Batch, StepPlan};
 
 use crate::cli::Cli;
 use crate::job::Job;
@@ -23,7 +23,7 @@ pub fn text(cli: &Cli, settings: &LaunchSettings) -> Result<String> {
     let (hidden, heads) = (job.config.hidden_size, job.config.num_attention_heads);
     let length = job.recipe.max_length;
     cli.plan.text("bert_finetune", Batch::new(job.recipe.batch_size, length), |mesh| {
-        let plan = Plan::new(&model, mesh, &options)?.for_gpu().with_lookups(&LOOKUPS);
+        let plan = StepPlan::new(&model, mesh, &options)?.for_gpu().with_lookups(&LOOKUPS);
         let plan = plan.with_attention("BertLayer", hidden, false);
         // The attention saves its scores and its probabilities, with and without dropout.
         Ok(plan.with_activations("BertLayer", 20 * hidden + 3 * heads * length, hidden))

@@ -126,7 +126,7 @@ pub fn save(
     let failed = manager.failed_saves();
     let saved = manager.save(checkpoint).context("cannot save")?;
     warn_of_failure(manager, worker, failed);
-    if saved.outcome == SaveOutcome::Skipped && worker.rank() == Rank::ZERO {
+    if saved.outcome == SaveOutcome::Skipped && worker.is_rank_zero() {
         let folder = saved.folder.display();
         eprintln!("{folder} was not saved: the previous save still runs");
     }
@@ -149,7 +149,7 @@ pub fn wait(manager: &mut CheckpointManager, worker: &Worker) -> Result<bool> {
 /// Prints a warning on rank 0 if a save has failed since there were `before` such saves.
 fn warn_of_failure(manager: &CheckpointManager, worker: &Worker, before: usize) {
     let reason = manager.last_failure().filter(|_| manager.failed_saves() > before);
-    if let Some(reason) = reason.filter(|_| worker.rank() == Rank::ZERO) {
+    if let Some(reason) = reason.filter(|_| worker.is_rank_zero()) {
         eprintln!("a checkpoint was not saved: {reason}");
     }
 }

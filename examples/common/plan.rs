@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use fsdp_runtime::plan::{Batch, Cluster, Estimate, Plan, Shown, html};
+use fsdp_runtime::plan::{Batch, Cluster, Estimate, Shown, StepPlan, html};
 use fsdp_runtime::{Mesh, Rank, WorldSize};
 
 /// What to plan.
@@ -40,10 +40,10 @@ impl PlanArgs {
         &self,
         title: &str,
         batch: Batch,
-        plan: impl Fn(Mesh) -> Result<Plan>,
+        plan: impl Fn(Mesh) -> Result<StepPlan>,
     ) -> Result<String> {
         let cluster = Cluster::preset(&self.plan_device).context("--plan-device")?;
-        let mut plans: Vec<(Plan, Estimate)> = Vec::new();
+        let mut plans: Vec<(StepPlan, Estimate)> = Vec::new();
         for &ranks in &self.plan {
             let plan = plan(Mesh::new(Rank::ZERO, WorldSize::new(ranks).context("--plan")?))?;
             let estimate = plan.estimate(batch, &cluster);
@@ -64,7 +64,7 @@ impl PlanArgs {
 }
 
 /// Returns a row for each number of ranks.
-fn table(plans: &[(Plan, Estimate)]) -> String {
+fn table(plans: &[(StepPlan, Estimate)]) -> String {
     let mut lines = vec![format!(
         "{:>6}{:>12}{:>10}{:>14}{:>12}",
         "ranks", "step ms", "exposed", "tokens/s/rank", "GiB a rank"

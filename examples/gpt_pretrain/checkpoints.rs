@@ -224,7 +224,7 @@ impl Saver {
         state: &TrainingState,
     ) -> Result<()> {
         if self.skips_if_busy && kind != Kind::Last && self.is_saving()? {
-            if worker.rank() == Rank::ZERO {
+            if worker.is_rank_zero() {
                 let updates = position.updates;
                 eprintln!("update {updates} was not saved: the previous save still runs");
             }

@@ -1,7 +1,7 @@
 //! The plan of a step on GPUs, printed by `--plan` in place of training.
 
 use anyhow::Result;
-use fsdp_runtime::plan::{Batch, Plan};
+use fsdp_runtime::plan::{Batch, StepPlan};
 
 use crate::arch::Arch;
 use crate::cli::Cli;
@@ -21,7 +21,7 @@ pub fn text(cli: &Cli) -> Result<String> {
     let batch = Batch::new(setup.recipe.batch_size, setup.recipe.tokens_per_sample)
         .with_micro_batches(batches);
     cli.plan.text("gpt_pretrain", batch, |mesh| {
-        let plan = Plan::new(&model, mesh, &setup.options())?.for_gpu();
+        let plan = StepPlan::new(&model, mesh, &setup.options())?.for_gpu();
         // The token embedding is tied to the output weight, which multiplies with every token.
         let plan = plan.with_lookups(&["positions.weight"]).with_fused_loss(true);
         let plan = plan.with_attention("Block", width, true);

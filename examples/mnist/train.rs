@@ -237,7 +237,7 @@ impl Trainer<'_> {
 
     /// Prints a line on rank 0.
     fn say(&self, line: std::fmt::Arguments<'_>) {
-        if !self.job.quiet && self.worker.rank().index() == 0 {
+        if !self.job.quiet && self.worker.is_rank_zero() {
             println!("{line}");
         }
     }

@@ -92,7 +92,7 @@ fn settings(cli: &Cli, worker: &Worker) -> Result<TrainingConfig> {
         return TrainingConfig::load(&file).with_context(|| format!("reading {}", file.display()));
     }
     let config = TrainingConfig::new(FsdpConfig::new().with_seed(Some(1)));
-    if worker.rank() == Rank::ZERO {
+    if worker.is_rank_zero() {
         let folder = &cli.out;
         std::fs::create_dir_all(folder)
             .with_context(|| format!("creating {}", folder.display()))?;
@@ -131,7 +131,7 @@ fn train(cli: &Cli, worker: &Worker) -> Result<()> {
     result.model.state().save_burnpack(cli.out.join("model.bpk"))?;
     // The dashboard gives the terminal back.
     drop(result.renderer);
-    if worker.rank() == Rank::ZERO {
+    if worker.is_rank_zero() {
         let summary = LearnerSummary::new(&cli.out, &["Accuracy"]).map_err(anyhow::Error::msg)?;
         let accuracy = summary.metrics.valid.first().and_then(|metric| metric.entries.last());
         let accuracy = accuracy.context("no epoch was run")?;

@@ -105,7 +105,7 @@ fn main() {
 
 fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
     let (net, optimizer) = trained(worker)?;
-    let leads = worker.rank().index() == 0;
+    let leads = worker.is_rank_zero();
     for moments in [false, true] {
         let mut checkpoint = Checkpoint::new(1).with_model("net", &net);
         if moments {
@@ -157,7 +157,7 @@ fn measure(worker: &Worker, root: &Path) -> Result<(), Error> {
 fn load(worker: &Worker, root: &Path) -> Result<(), Error> {
     let mut net = model(worker)?;
     let mut optimizer = AdamWConfig::new().init();
-    let leads = worker.rank().index() == 0;
+    let leads = worker.is_rank_zero();
     for moments in [false, true] {
         worker.barrier()?;
         let before = leads.then(reset_peak).unwrap_or_default();

@@ -112,7 +112,7 @@ fn observe(
     let calls = cli.warm_up + cli.steps;
     for call in 0..calls {
         worker.barrier()?;
-        let is_counted = worker.rank().index() == 0 && call + 1 == calls;
+        let is_counted = worker.is_rank_zero() && call + 1 == calls;
         let observation = is_counted.then(|| LaunchObservation::new(observer.clone()));
         // All ranks start after the observation, and end before it does.
         worker.barrier()?;

@@ -53,7 +53,7 @@ fn phase(name: &str, path: &Path) -> Result<(), Box<dyn std::error::Error>> {
 
 fn rank(worker: &Worker, name: &str, path: &Path, start: f64) -> Result<(), Error> {
     let device = worker.device();
-    let first = worker.rank().index() == 0;
+    let first = worker.is_rank_zero();
     let peak = |what: &str, since: f64, bound: f64| {
         if let Some((_, peak)) = resident().filter(|_| first) {
             let used = peak - since;

@@ -11,7 +11,7 @@ use std::time::Instant;
 use burn::tensor::Device;
 use clap::Parser;
 use fsdp_runtime::optim::AdamWConfig;
-use fsdp_runtime::plan::{Batch as StepBatch, Cluster, Plan};
+use fsdp_runtime::plan::{Batch as StepBatch, Cluster, StepPlan};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Mesh, Rank, WorldSize};
 
@@ -53,11 +53,11 @@ impl Cli {
         FsdpOptions::new().with_strategy(self.strategy).with_seed(0).with_optimizer_check(false)
     }
 
-    fn plan(&self, world: usize) -> Plan {
+    fn plan(&self, world: usize) -> StepPlan {
         let world = WorldSize::new(world).expect("at least one rank");
         let model = Bert::new(&self.sizes, &Device::flex());
         let mesh = Mesh::new(Rank::ZERO, world);
-        let plan = Plan::new(&model, mesh, &self.options()).expect("the model can be sharded");
+        let plan = StepPlan::new(&model, mesh, &self.options()).expect("the model can be sharded");
         plan.with_lookups(&["tokens.weight", "positions.weight"]).with_attention(
             "Layer",
             self.sizes.hidden,

@@ -54,5 +54,6 @@ chapters!(
     expansion: "expansion.md",
     kernels: "kernels.md",
     performance: "performance.md",
+    history: "history.md",
     gpu: "gpu.md",
 );

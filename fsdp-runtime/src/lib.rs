@@ -28,9 +28,11 @@ mod launch;
 mod layout;
 mod module;
 pub mod nn;
+mod observe;
 pub mod optim;
 mod options;
 mod param_group;
+pub mod plan;
 mod runtime;
 #[cfg(feature = "train")]
 pub mod train;
@@ -62,13 +64,16 @@ pub use error::{
     CheckpointError, CollectiveError, Error, LaunchError, LoadError, LoraError, NotRecomputable,
     RankPanic, SaveError, ScheduleError, ShardError,
 };
-pub use fully_shard::{Fsdp, ReducedGradient, Stats, UnitHandle, Unsharded, fully_shard};
+pub use fully_shard::{
+    ClipOptions, Fsdp, ReducedGradient, Stats, UnitHandle, Unsharded, fully_shard,
+};
 pub use launch::{Engine, EngineError, LaunchOptions, ReduceOp, Worker, env, launch};
-#[cfg(feature = "trace")]
-pub use launch::{FsdpTrace, TraceError};
 pub use layout::{Mesh, MeshError, Rank, StorageType, WorldSize};
 pub use module::lora::LoraConfig;
 pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};
+pub use observe::memory_file::{MemoryFile, MemoryFileError};
+#[cfg(feature = "trace")]
+pub use observe::trace::{FsdpTrace, TraceError};
 pub use optim::{GradScaler, GradScalerConfig, Unscaled};
 pub use options::config;
 pub use options::{
@@ -76,23 +81,16 @@ pub use options::{
     GradientAccumulation, MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward,
     ShardingStrategy, StoragePolicy, WrapConfig, WrapPolicy,
 };
-pub use param_group::forecast::{HostForecast, MemoryError, MemoryForecast};
 pub use param_group::memory::{
-    DeviceUsage, Memory, MemoryEvent, MemoryHolder, MemoryMark, MemoryPeak, MemorySample,
-    MemoryTimeline, Usage,
+    DeviceUsage, HostForecast, Memory, MemoryError, MemoryEvent, MemoryForecast, MemoryHolder,
+    MemoryMark, MemoryPeak, MemorySample, MemoryTimeline, Usage,
 };
-pub use param_group::memory_file::{MemoryFile, MemoryFileError};
 pub use param_group::wrapping::{WrappedUnit, Wrapping};
 pub use runtime::schedule::Counts;
 
 /// The kernels of sharded training, as functions of Burn tensors.
 pub mod kernels {
     pub use crate::backend::ops::*;
-}
-
-/// Plans of training: memory, collectives and time of a step, before a device is rented.
-pub mod plan {
-    pub use crate::fully_shard::plan::*;
 }
 
 /// The types and functions that a program needs to train a sharded model.

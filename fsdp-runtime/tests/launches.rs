@@ -95,7 +95,7 @@ fn observe<T>(
 ) -> Result<(T, Launches), Error> {
     worker.barrier()?;
     let observer = Arc::new(Observer::default());
-    let first = worker.rank().index() == 0;
+    let first = worker.is_rank_zero();
     let observation = first.then(|| LaunchObservation::new(observer.clone()));
     worker.barrier()?;
     let result = phase()?;

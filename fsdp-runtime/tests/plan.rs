@@ -1,7 +1,7 @@
 //! Plans of large models: published figures, and the time that a plan takes.
 
 use burn::tensor::FloatDType;
-use fsdp_runtime::plan::{Batch, Cluster, Estimate, ModelShape, Plan, Transformer};
+use fsdp_runtime::plan::{Batch, Cluster, Estimate, ModelShape, StepPlan, Transformer};
 use fsdp_runtime::{
     ActivationCheckpointing, FsdpOptions, Mesh, MixedPrecisionPolicy, Rank, ShardingStrategy,
     WorldSize,
@@ -65,12 +65,12 @@ fn options() -> FsdpOptions {
 }
 
 impl Published {
-    fn plan(&self) -> Plan {
+    fn plan(&self) -> StepPlan {
         let options = match self.recompute {
             "full" => options().with_activation_checkpointing(ActivationCheckpointing::All),
             _ => options(),
         };
-        let plan = Plan::of_shape(&shape(self.model), mesh(self.world), &options).unwrap();
+        let plan = StepPlan::of_shape(&shape(self.model), mesh(self.world), &options).unwrap();
         if self.recompute == "selective" { plan.with_selective_recomputation() } else { plan }
     }
 
@@ -139,7 +139,7 @@ fn published_figures() {
 #[test]
 fn a_plan_of_a_large_world() {
     let shape = shape("llama3-405b");
-    let plan = Plan::of_shape(&shape, mesh(16_384), &options()).unwrap();
+    let plan = StepPlan::of_shape(&shape, mesh(16_384), &options()).unwrap();
     let counts = plan.counts(1);
     let units = shape.units.len();
     assert_eq!((counts.all_gathers, counts.reduce_scatters), (2 * units - 2, units));
@@ -164,7 +164,7 @@ fn settings_change_the_estimate() {
     let shape = shape("llama3-8b");
     let cluster = Cluster::preset("h100").unwrap();
     let estimate = |options: &FsdpOptions, batch: Batch| {
-        Plan::of_shape(&shape, mesh(64), options).unwrap().estimate(batch, &cluster)
+        StepPlan::of_shape(&shape, mesh(64), options).unwrap().estimate(batch, &cluster)
     };
     let batch = Batch::new(1, 8192);
     let full = estimate(&options(), batch);
@@ -191,7 +191,7 @@ fn settings_change_the_estimate() {
 /// The rows of a simulated step do not overlap, and waits lie where a collective runs.
 #[test]
 fn spans_follow_each_other() {
-    let plan = Plan::of_shape(&shape("gpt3-1.3b"), mesh(16), &options()).unwrap();
+    let plan = StepPlan::of_shape(&shape("gpt3-1.3b"), mesh(16), &options()).unwrap();
     let estimate = plan.estimate(Batch::new(1, 256), &Cluster::preset("l4").unwrap());
     use fsdp_runtime::plan::{Row, SpanKind};
     for row in [Row::Compute, Row::Communication] {

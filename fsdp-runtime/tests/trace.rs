@@ -10,7 +10,6 @@ mod schema;
 
 use std::collections::HashSet;
 use std::path::Path;
-use std::process::Command;
 
 use burn::tensor::{Device, Distribution, Tensor};
 use fsdp_runtime::checkpoint::Checkpoint;
@@ -182,41 +181,6 @@ fn planted_errors_fail(file: &Value) {
     assert!(schema::check(&other).unwrap_err().contains("displayTimeUnit"));
 }
 
-/// Writes a file for each rank, as processes do, with clocks that differ, and joins them.
-fn merged_files_fit_the_schema(file: &Value, folder: &Path) {
-    if !cfg!(feature = "cli") {
-        return eprintln!("skipped: no merged file, because `fsdp` needs the feature `cli`");
-    }
-    let epoch: u128 = file["otherData"]["epoch_ns"].as_str().unwrap().parse().unwrap();
-    let files = (0..WORLD).map(|rank| {
-        let mut of_rank = file.clone();
-        of_rank["otherData"]["epoch_ns"] = (epoch + 3_000_500 * rank as u128).to_string().into();
-        let events = of_rank["traceEvents"].as_array_mut().unwrap();
-        events.retain(|event| event["pid"] == rank);
-        schema::check(&of_rank).unwrap();
-        let path = folder.join(format!("trace-rank{rank}.json"));
-        std::fs::write(&path, of_rank.to_string()).unwrap();
-        path
-    });
-    let (files, merged): (Vec<_>, _) = (files.collect(), folder.join("merged.json"));
-    let mut command = Command::new(env!("CARGO_BIN_EXE_fsdp"));
-    let run = command.args(["trace", "merge"]).args(files).arg("-o").arg(&merged).output().unwrap();
-    assert!(run.status.success(), "{run:?}");
-    let merged: Value = serde_json::from_slice(&std::fs::read(merged).unwrap()).unwrap();
-    schema::check(&merged).unwrap();
-    let of = |file: &Value, rank: usize| -> Vec<f64> {
-        let events = file["traceEvents"].as_array().unwrap().iter();
-        let of_rank = events.filter(|event| event["pid"] == rank && event["ph"] != "M");
-        of_rank.map(|event| event["ts"].as_f64().unwrap()).collect()
-    };
-    for rank in 0..WORLD {
-        let (before, after) = (of(file, rank), of(&merged, rank));
-        assert!(!before.is_empty() && before.len() == after.len());
-        let shift = 3000.5 * rank as f64;
-        assert!(before.iter().zip(&after).all(|(a, b)| (a + shift - b).abs() < 1e-3));
-    }
-}
-
 /// Checks the files that the variable `FSDP_TRACE_FILES` names, separated by spaces, such as those of
 /// processes that another program has started.
 #[test]
@@ -249,7 +213,6 @@ fn a_trace_has_the_spans_and_the_memory_of_the_chosen_steps() {
     let file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     schema::check(&file).unwrap();
     planted_errors_fail(&file);
-    merged_files_fit_the_schema(&file, folder.path());
     let events = file["traceEvents"].as_array().unwrap();
     let events: Vec<_> = events.iter().map(Event).collect();
     assert_eq!((trace.dropped(), &file["otherData"]["dropped_records"]), (0, &Value::from(0)));

@@ -275,7 +275,7 @@ fn two_saves() {
             manager.save(&checkpoint)?;
             manager.finish()?;
             worker.barrier()?;
-            if step == 0 && worker.rank().index() == 0 {
+            if step == 0 && worker.is_rank_zero() {
                 fs::create_dir(home.join(BETWEEN)).unwrap();
             }
             worker.barrier()?;

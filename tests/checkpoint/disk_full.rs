@@ -104,7 +104,7 @@ fn on_a_small_disk() {
         let manager = || CheckpointManager::new(root.join("run"), &worker);
         let mut managers = [manager(), manager().with_background(true)];
         managers[0].save(&checkpoint(1))?;
-        let leads = worker.rank().index() == 0;
+        let leads = worker.is_rank_zero();
         let mut failures = 0;
         for free in 0.. {
             if leads {

@@ -88,7 +88,7 @@ fn check(reason: &str) {
 /// Sets the limit on the size of files of this process, in bytes.
 fn limit(worker: &Worker, bytes: &str) {
     worker.barrier().unwrap();
-    if worker.rank().index() == 0 {
+    if worker.is_rank_zero() {
         let process = std::process::id().to_string();
         run("prlimit", &["--pid", &process, &format!("--fsize={bytes}:unlimited")]);
     }
@@ -117,7 +117,7 @@ fn on_a_disk_that_vanishes() {
             .with_on_save_error(OnSaveError::Warn)
             .with_background(true);
         let checkpoint = |step| Checkpoint::new(step).with_model("net", &net);
-        let leads = worker.rank().index() == 0;
+        let leads = worker.is_rank_zero();
         manager.save(&checkpoint(1))?;
         manager.finish()?;
         worker.barrier()?;
@@ -160,7 +160,7 @@ fn errors_of_the_program_are_returned_all_the_same() {
             "{differing}"
         );
         // A folder of the user in the place of the checkpoint.
-        if worker.rank().index() == 0 {
+        if worker.is_rank_zero() {
             fs::create_dir_all(root.join("step-00000002/notes")).unwrap();
             fs::write(root.join("step-00000002/manifest.json"), "").unwrap();
         }

@@ -96,7 +96,7 @@ fn only_parameters_that_a_file_lacks_are_initialised() {
 
         // The file holds the body alone, so that rank 0 initialises the head.
         let file = path.join("model.safetensors");
-        if worker.rank().index() == 0 {
+        if worker.is_rank_zero() {
             let mut tensors = read(&file);
             tensors.retain(|name, _| name.starts_with("body."));
             let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
@@ -113,7 +113,7 @@ fn only_parameters_that_a_file_lacks_are_initialised() {
         let fresh = counted(worker.device(), &count);
         let (loaded, report) = from_pretrained(fresh, worker, options(), &path, &lenient)?;
         assert_eq!(report.missing, ["head.bias", "head.weight"]);
-        assert_eq!(count.load(SeqCst), usize::from(worker.rank().index() == 0));
+        assert_eq!(count.load(SeqCst), usize::from(worker.is_rank_zero()));
         loaded.state().full(Recipient::All)
     });
     for state in states {

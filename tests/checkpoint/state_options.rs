@@ -150,7 +150,7 @@ fn missing_and_unexpected_keys_are_errors_or_in_the_report() {
             let (net, mut other) = (sharded(0, worker)?, sharded(5, worker)?);
             let full = net.state().full(Recipient::All)?;
             let before = other.state().full(Recipient::All)?;
-            let provides = who == Recipient::All || worker.rank() == Rank::ZERO;
+            let provides = who == Recipient::All || worker.is_rank_zero();
             let state = if provides { renamed(&full) } else { FullState::default() };
 
             let strict = StateDictOptions::default();
@@ -273,18 +273,18 @@ fn ranks_with_other_options_or_states_get_an_error_and_do_not_wait() {
     on_ranks(2, |worker| {
         let mut net = sharded(0, worker)?;
         let state = net.state().full(Recipient::All)?;
-        let own = if worker.rank() == Rank::ZERO { "head" } else { "blocks" };
+        let own = if worker.is_rank_zero() { "head" } else { "blocks" };
         let options = with(ParamFilter::new().with_submodule(own));
         let error = net.state().full_with(Recipient::All, &options).unwrap_err();
         let differ = matches!(&error, Error::Checkpoint(CheckpointError::RanksDiffer { .. }));
         assert!(differ, "{error}");
-        let options = StateDictOptions::new().with_strict(worker.rank() == Rank::ZERO);
+        let options = StateDictOptions::new().with_strict(worker.is_rank_zero());
         let error = net.state_mut().load_full_with(&state, Recipient::All, &options).unwrap_err();
         let differ = matches!(&error, Error::Checkpoint(CheckpointError::RanksDiffer { .. }));
         assert!(differ, "{error}");
 
         // A parameter that one rank would load and another would not.
-        let own = if worker.rank() == Rank::ZERO { state.clone() } else { renamed(&state) };
+        let own = if worker.is_rank_zero() { state.clone() } else { renamed(&state) };
         let loaded = net.state_mut().load_full_with(&own, Recipient::All, &lenient());
         assert_eq!(
             differences(loaded.unwrap_err()),

@@ -4,7 +4,7 @@ use burn::module::{Lora, Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use fsdp_runtime::optim::AdamWConfig;
-use fsdp_runtime::plan::{Batch, Cluster, Plan};
+use fsdp_runtime::plan::{Batch, Cluster, StepPlan};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Counts, HookedForward, Mesh, Rank, WorldSize};
 
@@ -141,7 +141,7 @@ fn assert_model_as_planned<M: Trained + 'static>(
         let device = worker.device();
         let mesh = Mesh::new(worker.rank(), worker.world());
         let model = new(device);
-        let plan = Plan::new(&model, mesh, &options)?;
+        let plan = StepPlan::new(&model, mesh, &options)?;
         let planned = counted(&Counts::default(), &plan.counts(batches));
         let mut model = fully_shard(model, worker, options.clone())?;
         let mut adam = AdamWConfig::new().init();
@@ -261,7 +261,7 @@ fn lists_of_units_to_prefetch() {
     ] {
         let model = Flat::new(&Device::flex().autodiff());
         let world = WorldSize::new(4).expect("four ranks");
-        let plan = Plan::new(&model, Mesh::new(Rank::ZERO, world), &options).expect("a plan");
+        let plan = StepPlan::new(&model, Mesh::new(Rank::ZERO, world), &options).expect("a plan");
         assert!(plan.counts(1).mis_prefetches > 0, "{options:?}");
         for batches in [1, 2] {
             assert_as_planned::<Flat>(4, options.clone(), batches);
@@ -304,7 +304,7 @@ fn assert_order<M: Trained + 'static>(options: FsdpOptions) {
     on_ranks(2, move |worker| {
         let mesh = Mesh::new(worker.rank(), worker.world());
         let model = M::new(worker.device());
-        let plan = Plan::new(&model, mesh, &options)?;
+        let plan = StepPlan::new(&model, mesh, &options)?;
         let model = fully_shard(model, worker, options.clone())?;
         let ids = || Tensor::from_data([[1, 5, 36], [7, 0, 2]], worker.device());
         model.backward(loss(model.run(ids())))?;
@@ -342,7 +342,7 @@ fn gradients_over_time_have_the_peak_of_a_real_step() {
         on_ranks(2, move |worker| {
             let mesh = Mesh::new(worker.rank(), worker.world());
             let model = Flat::new(worker.device());
-            let plan = Plan::new(&model, mesh, &options)?;
+            let plan = StepPlan::new(&model, mesh, &options)?;
             let cluster = Cluster::processor(1e9, 1e10, 1 << 30);
             let estimate = plan.estimate(Batch::new(2, 3), &cluster);
             let model = fully_shard(model, worker, options.clone())?;

@@ -3,6 +3,7 @@
 
 mod copies;
 mod errors;
+mod figures;
 mod gpt;
 mod links;
 mod memory;

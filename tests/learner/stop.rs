@@ -83,7 +83,7 @@ fn stopped_in_an_epoch(run: &Run, folder: &Path) {
     let (run, folder) = (run.clone(), folder.to_path_buf());
     let ranks = launch(launch_options(run.world), move |worker| {
         let interrupter = Arc::new(OnceLock::new());
-        let left = if worker.rank() == Rank::ZERO { 5 } else { usize::MAX };
+        let left = if worker.is_rank_zero() { 5 } else { usize::MAX };
         let batcher = Stops { left: AtomicUsize::new(left), interrupter: interrupter.clone() };
         let train = RankLoader::new(batcher, rows(0, TRAIN), &worker).equal_lengths(true);
         let train = train.batch_size(BATCH / run.world).prefetch(0).build();

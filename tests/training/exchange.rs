@@ -127,7 +127,7 @@ fn ranks_that_give_different_things_are_told_so() {
     }));
     assert!(roots.contains("from rank 0") && roots.contains("from rank 1"), "{roots}");
     let ops = mismatch(launch(launch_options(2), |worker| {
-        let op = if worker.rank() == Rank::ZERO { ReduceOp::Min } else { ReduceOp::Max };
+        let op = if worker.is_rank_zero() { ReduceOp::Min } else { ReduceOp::Max };
         worker.reduce(&mut [1.0], op)
     }));
     assert!(ops.contains("Min") && ops.contains("Max"), "{ops}");

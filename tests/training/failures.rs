@@ -144,7 +144,7 @@ fn ranks_that_take_different_branches_are_an_error() {
         let (tokens, _) = batch(0, 0..2, worker.device());
         // A data-dependent branch: rank 1 skips the first block.
         let x = net.embed.forward(tokens);
-        if worker.rank().index() == 0 {
+        if worker.is_rank_zero() {
             net.blocks[0].forward(x);
         } else {
             net.blocks[1].forward(x);

@@ -71,7 +71,7 @@ fn into_plain_and_gathered_merge_adapters() {
                     let what = format!("{storage:?} {strategy} on {world}");
                     model.gathered(|plain| check(plain, &expected, &output, &what))?;
                     let whole = model.clone().into_plain_on(fsdp_runtime::Rank::ZERO)?;
-                    assert_eq!(whole.is_some(), worker.rank().index() == 0);
+                    assert_eq!(whole.is_some(), worker.is_rank_zero());
                     whole.iter().for_each(|plain| check(plain, &expected, &output, &what));
                     check(&model.into_plain()?, &expected, &output, &what);
                     Ok(())

@@ -242,7 +242,7 @@ fn parameters_are_used_in_the_dtype_they_are_built_in_and_their_shards_are_f32()
         let mut model = fully_shard(model, worker, FsdpOptions::new())?;
         let state = model.state().full(Recipient::All)?;
         assert_in_f32(&state);
-        if worker.rank().index() == 0 {
+        if worker.is_rank_zero() {
             assert_eq!(state.get("first.weight"), Some(&expected), "rank 0's values, exactly");
         }
         let grads = model.backward(model.forward(Tensor::ones([2, 6], device)).sum())?;

@@ -19,15 +19,14 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 #[cfg(feature = "nccl")]
 use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
+use fsdp_kernels::cube::{BufferSlice, contiguous, copy, decode_into, empty, fill, pack_into};
+use fsdp_kernels::{Kernels, Norm, cast, takes};
 
 use super::fence::Fence;
 use super::host_data::owned_bytes;
-use super::kernels::cube::{BufferSlice, contiguous, copy, decode_into, empty, fill, pack_into};
-use super::kernels::{self, Kernels};
-use super::norm::Norm;
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
-use super::shard_backend::{ShardBackend, cast, numel};
+use super::shard_backend::{ShardBackend, numel};
 #[cfg(test)]
 use super::stream_order::{self, record};
 use crate::error::IgnorePoison;
@@ -109,7 +108,7 @@ impl ShardBackend for CubeBackend {
                 "a write must stay within its gather buffer"
             );
             // Burn casts the dtypes that the kernels do not support.
-            let source = match kernels::takes(source.dtype) {
+            let source = match takes(source.dtype) {
                 true => source,
                 false => cast::<CubeBackend>(source, memory.dtype),
             };
@@ -217,9 +216,9 @@ impl ShardBackend for CubeBackend {
 #[cfg(all(test, feature = "cpu"))]
 mod tests {
     use cubecl::device::CpuDevice;
+    use fsdp_kernels::codes;
 
     use super::*;
-    use crate::backend::codes;
 
     fn numbers(seed: usize, len: usize) -> Vec<f32> {
         (0..len).map(|at| ((at * 31 + seed * 7919) % 61) as f32 * 0.25).collect()

@@ -40,7 +40,7 @@ use burn_cubecl::CubeDevice;
 use burn_fusion::custom::StreamId;
 use cubecl::server::Handle;
 
-use super::kernels::cube::{BufferSlice, copy};
+use fsdp_kernels::cube::{BufferSlice, copy};
 
 /// Number of the next fence.
 static NEXT: AtomicU64 = AtomicU64::new(0);

@@ -16,15 +16,14 @@ use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
 use burn::tensor::{DType, Element, Shape, TensorData};
 use burn_std::Bytes;
 use bytemuck::Pod;
+use fsdp_kernels::flex::decode_into;
+use fsdp_kernels::read_only::{ReadOnly, read_only};
+use fsdp_kernels::{Kernels, Norm, cast, with_float_type};
 
-use super::kernels::Kernels;
-use super::kernels::flex::{Uninit, decode_into, with_float_type};
 use super::model_backend::{FloatTensor, ModelBackend, dispatch};
-use super::norm::Norm;
-use super::read_only::{ReadOnly, read_only};
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
-use super::shard_backend::{ShardBackend, cast};
+use super::shard_backend::ShardBackend;
 use crate::error::IgnorePoison;
 use crate::layout::StorageType;
 
@@ -224,17 +223,13 @@ impl ShardBackend for Flex {
     fn decode_into(memory: &Memory, codes: FlexTensor, storage: StorageType) {
         let records = codes.shape().num_elements() / storage.record_words();
         let numel = records * storage.record_len();
-        assert!(
-            numel * memory.dtype.size() <= memory.block.bytes,
-            "a write must stay within its buffer"
-        );
-        with_float_type!(memory.dtype, |E| {
-            let start = memory.block.start.as_ptr().cast();
-            // SAFETY: the elements are within the block, `codes` is other memory, and no view of the
-            // block is read while the schedule writes it.
-            let target: &mut Uninit<E> = unsafe { std::slice::from_raw_parts_mut(start, numel) };
-            decode_into(&codes, storage, target);
-        });
+        let bytes = numel * memory.dtype.size();
+        assert!(bytes <= memory.block.bytes, "a write must stay within its buffer");
+        let start = memory.block.start.as_ptr().cast();
+        // SAFETY: the bytes are within the block, `codes` is other memory, and no view of the block is
+        // read while the schedule writes it.
+        let target = unsafe { std::slice::from_raw_parts_mut(start, bytes) };
+        decode_into(&codes, storage, memory.dtype, target);
     }
 
     fn poison(memory: &Memory, numel: usize) {
@@ -307,8 +302,9 @@ impl ShardBackend for Flex {
 
 #[cfg(test)]
 mod tests {
+    use fsdp_kernels::RankMean;
+
     use super::*;
-    use crate::backend::kernels::RankMean;
 
     #[test]
     fn a_view_shows_later_writes_and_burn_copies_it_before_a_mutation() {

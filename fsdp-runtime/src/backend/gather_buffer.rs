@@ -13,9 +13,9 @@
 use std::collections::HashMap;
 
 use burn::tensor::{DType, Shape};
+use fsdp_kernels::Float;
 
 use super::shard_backend::ShardBackend;
-use super::tensor::Float;
 use crate::layout::StorageType;
 
 /// Reusable buffer that a flat range of a unit is gathered into.

@@ -1,11 +1,10 @@
 //! The operations that sharding requires of a Burn backend: buffers that tensors view, own kernels,
 //! and tensors that are stored on the device or in host memory.
 //!
-//! A file uses only files earlier in this order: host_data, read_only, tensor, norm, philox and
-//! codes; kernels; shard_backend; model_backend; flex; fence, cube and recorded; stored_tensor and
-//! gather_buffer; ops. Unit tests add stream_order, which fence, cube and recorded report to.
+//! A file uses only files earlier in this order: host_data; shard_backend; model_backend; flex;
+//! fence, cube and recorded; stored_tensor and gather_buffer; ops. Unit tests add stream_order, which
+//! fence, cube and recorded report to. The kernels are in the crate `fsdp-kernels`.
 
-pub(crate) mod codes;
 #[cfg(feature = "cube")]
 mod cube;
 #[cfg(feature = "cube")]
@@ -14,20 +13,14 @@ mod fence;
 mod flex;
 pub(crate) mod gather_buffer;
 mod host_data;
-pub(crate) mod kernels;
 mod model_backend;
-mod norm;
 pub(crate) mod ops;
-pub(crate) mod philox;
-#[cfg(feature = "flex")]
-mod read_only;
 #[cfg(feature = "cube")]
 mod recorded;
 mod shard_backend;
 mod stored_tensor;
 #[cfg(all(test, feature = "cube"))]
 pub(crate) mod stream_order;
-mod tensor;
 
 pub(crate) use self::host_data::{owned_bytes, owned_data};
 pub(crate) use self::model_backend::{
@@ -35,9 +28,9 @@ pub(crate) use self::model_backend::{
     cast_model, check_device, clone_device, finish, host_device, is_flex, unsupported_device,
     with_backend,
 };
-pub use self::norm::Norm;
 #[cfg(feature = "nccl")]
 pub(crate) use self::shard_backend::DeviceMemory;
-pub(crate) use self::shard_backend::{ShardBackend, bytes, cast, decoded, encoded, numel};
+pub(crate) use self::shard_backend::{ShardBackend, bytes, decoded, encoded, numel};
 pub(crate) use self::stored_tensor::{StorageDevice, StoredLeaf, StoredTensor, new_leaf};
-pub(crate) use self::tensor::{Float, Tracked};
+pub use fsdp_kernels::Norm;
+pub(crate) use fsdp_kernels::{Float, Tracked, cast};

@@ -24,10 +24,9 @@
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
+use fsdp_kernels::{Float, Kernels, Tracked, cast, takes};
 
-use super::kernels::{self, Kernels};
-use super::shard_backend::{ShardBackend, cast};
-use super::tensor::{Float, Tracked};
+use super::shard_backend::ShardBackend;
 use crate::error::ShardError;
 
 /// Backend of the buffers of backend `B`.
@@ -126,7 +125,7 @@ pub(crate) trait ModelBackend: Backend {
 pub(crate) fn cast_model<B: ModelBackend>(tensor: Float<B>, dtype: DType) -> Float<B> {
     match tensor.dtype() {
         found if found == dtype => tensor,
-        found if kernels::takes(found) && kernels::takes(dtype) => {
+        found if takes(found) && takes(dtype) => {
             B::defer_one(tensor, dtype, move |buffer| cast::<B::Raw>(buffer, dtype))
         }
         _ => B::float_cast(tensor, dtype.into()),

@@ -24,9 +24,9 @@ use burn_fusion::custom::{
 use burn_fusion::{
     Client, ExecutionError, Fusion, FusionBackend, FusionHandle, FusionTensor, NoOp, get_client,
 };
+use fsdp_kernels::Float;
 
 use super::model_backend::{FloatTensor, ModelBackend, dispatch};
-use super::tensor::Float;
 use crate::error::IgnorePoison;
 
 /// The way from tensors to buffers and back, as [`ModelBackend`] describes it.

@@ -19,13 +19,10 @@ use burn::backend::{Backend, TensorMetadata};
 #[cfg(feature = "flex")]
 use burn::backend::{Flex, ops::FloatTensorOps};
 use burn::tensor::{DType, Shape, TensorData};
-
-use super::codes;
 #[cfg(feature = "flex")]
-use super::kernels::flex::{cast_when_copied, copy_of_bytes};
-use super::kernels::{self, Kernels};
-use super::norm::Norm;
-use super::tensor::Float;
+use fsdp_kernels::flex::{cast_when_copied, copy_of_bytes};
+use fsdp_kernels::{Float, Kernels, Norm, cast, codes, takes};
+
 use crate::layout::StorageType;
 
 /// Address of a buffer on a CUDA device. The buffer is neither moved nor freed while this value
@@ -144,15 +141,6 @@ pub(crate) trait ShardBackend: Kernels {
     }
 }
 
-/// Returns the tensor cast to `dtype`, or itself if it has that dtype.
-pub(crate) fn cast<B: ShardBackend>(tensor: Float<B>, dtype: DType) -> Float<B> {
-    match tensor.dtype() {
-        found if found == dtype => tensor,
-        found if kernels::takes(found) && kernels::takes(dtype) => B::cast(tensor, dtype, None),
-        _ => B::float_cast(tensor, dtype.into()),
-    }
-}
-
 /// Returns the elements of a stored parameter in `dtype`. `stored` is the whole parameter, as
 /// `storage` has it.
 pub(crate) fn decoded<B: ShardBackend>(
@@ -204,7 +192,7 @@ pub(crate) fn encoded<B: ShardBackend>(
 #[cfg(feature = "flex")]
 pub(super) fn to_flex<B: ShardBackend>(tensor: Float<B>) -> Float<Flex> {
     let (shape, dtype) = (tensor.shape(), tensor.dtype());
-    if !kernels::takes(dtype) {
+    if !takes(dtype) {
         return Flex::float_from_data(B::to_data(tensor), &FlexDevice);
     }
     let mut copy = None;
@@ -220,7 +208,7 @@ pub(super) fn from_flex<B: ShardBackend>(
     device: &B::Device,
     pinned: bool,
 ) -> Float<B> {
-    if !pinned || !kernels::takes(tensor.dtype()) || !kernels::takes(dtype) {
+    if !pinned || !takes(tensor.dtype()) || !takes(dtype) {
         return B::float_from_data(cast::<Flex>(tensor, dtype).into_data(), device);
     }
     let mut data = cast_when_copied(tensor, dtype);

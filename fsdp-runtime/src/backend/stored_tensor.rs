@@ -9,14 +9,12 @@ use burn::backend::Flex;
 use burn::backend::autodiff::ops::NodeGuard;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape};
+use fsdp_kernels::{Float, Kernels, Norm, RandomRounding, Tracked, cast};
 
-use super::kernels::{Kernels, RandomRounding};
 use super::model_backend::{AutodiffContext, FloatTensor, ModelBackend, Raw, cast_model};
-use super::norm::Norm;
-use super::shard_backend::{ShardBackend, bytes, cast, decoded, encoded, numel};
+use super::shard_backend::{ShardBackend, bytes, decoded, encoded, numel};
 #[cfg(feature = "flex")]
 use super::shard_backend::{from_flex, to_flex};
-use super::tensor::{Float, Tracked};
 use crate::layout::StorageType;
 
 /// Shard or gradient in the place where it is stored.

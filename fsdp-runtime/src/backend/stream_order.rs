@@ -16,6 +16,7 @@ use std::sync::{Mutex, MutexGuard};
 use burn_cubecl::tensor::CubeTensor;
 use burn_fusion::custom::StreamId;
 use cubecl::server::Handle;
+use fsdp_kernels::accesses::Observer;
 
 use crate::error::IgnorePoison;
 
@@ -51,6 +52,7 @@ static RECORD: Mutex<Option<Record>> = Mutex::new(None);
 pub(crate) fn violations(missing: Option<Waits>, f: impl FnOnce()) -> Vec<String> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().ignore_poison();
+    fsdp_kernels::accesses::observe(Observer { reads, writes });
     *lock() = Some(Record { missing, ..Record::default() });
     f();
     lock().take().map_or_else(Vec::new, |record| record.violations)
@@ -133,7 +135,7 @@ pub(super) fn writes(handle: &Handle) {
 
 /// Records that the calling thread's stream reads tensors and writes buffers.
 #[track_caller]
-pub(in crate::backend) fn record<'a>(
+pub(super) fn record<'a>(
     read: impl IntoIterator<Item = &'a CubeTensor>,
     written: impl IntoIterator<Item = &'a Handle>,
 ) {

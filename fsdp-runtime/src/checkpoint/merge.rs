@@ -4,13 +4,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use fsdp_kernels::codes::{decoded_elements, widened_elements};
+
 use super::folder;
 use super::manifest::{Dtype, MANIFEST, ModelEntry, TensorEntry, model_tensor_name};
 use super::pretrained::SaveDtype;
 use super::pretrained::safetensors_file::{CompleteFile, NewFile, TensorHeader, save_error};
 use super::pretrained::weights_files::{TensorToWrite, WeightsFile, publish, split_into_files};
 use super::reader::CheckpointReader;
-use crate::backend::codes::{decoded_elements, widened_elements};
 use crate::error::{CheckpointError, Error, SaveError};
 
 /// Approximate number of bytes that are read at once of a tensor that is not transposed.

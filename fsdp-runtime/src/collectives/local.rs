@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
+use fsdp_kernels::RankMean;
 
 pub(crate) use super::hub::Hub;
 use super::hub::{Round, RoundKey, State};
@@ -25,7 +26,6 @@ use super::op::Op;
 use super::process_group::{ProcessGroup, Reduce, ReduceScatter, means_of};
 use super::split::members_of_color;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend, cast, numel};
 use crate::error::{CollectiveError, IgnorePoison};
 use crate::layout::Rank;

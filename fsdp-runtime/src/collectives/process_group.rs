@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::DType;
+use fsdp_kernels::RankMean;
 
 use super::op::Op;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend};
 use crate::error::CollectiveError;
 use crate::layout::UnitLayout;

@@ -8,7 +8,6 @@ mod collective;
 mod learner;
 mod lora;
 mod not_recomputable;
-mod poison;
 mod pretrained;
 mod schedule;
 mod shard;
@@ -23,12 +22,12 @@ pub use self::collective::CollectiveError;
 pub use self::learner::LearnerError;
 pub use self::lora::LoraError;
 pub use self::not_recomputable::NotRecomputable;
-pub(crate) use self::poison::IgnorePoison;
 pub use self::pretrained::{LoadError, SaveError};
 pub use self::schedule::ScheduleError;
 pub use self::shard::ShardError;
 pub(crate) use self::text::{with_causes, with_sources};
 use crate::layout::{Rank, WorldSize};
+pub(crate) use fsdp_kernels::IgnorePoison;
 
 /// Anything that can go wrong in sharded training.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -1,6 +1,6 @@
 //! Errors of a sharded model in training.
 
-use super::text::sizes;
+use super::text::{nonfinite, sizes};
 use crate::layout::{Rank, StorageType};
 
 /// A use of a sharded model that its schedule does not support.
@@ -237,6 +237,33 @@ pub enum ScheduleError {
         /// Description of the given loss.
         found: String,
     },
+    /// Gradients whose norm is infinite or NaN, clipped with
+    /// [`error_if_nonfinite`](crate::ClipOptions::with_error_if_nonfinite).
+    #[error(
+        "the norm of the gradients is {norm}: {}; no gradient was changed; check the batch of that step, lower \
+         the learning rate, or use a `GradScaler` with f16",
+        nonfinite(first.as_ref())
+    )]
+    NonFiniteNorm {
+        /// The norm.
+        norm: f64,
+        /// Path of the first parameter in layout order whose gradient has an element that is infinite
+        /// or NaN, and the lowest rank that stores such an element. `None` if all elements are
+        /// finite and their norm overflows.
+        first: Option<(String, Rank)>,
+    },
+    /// A loss that no trained parameter has contributed to, such as one made from data or detached.
+    #[error(
+        "the loss depends on no tracked tensor, so it has no gradients; compute it from the output of the \
+         model's `forward`, without `detach`, `no_grad`, `valid` or a copy through `TensorData`"
+    )]
+    UntrackedLoss,
+    /// A loss whose graph an earlier backward pass has used: Burn frees the graph as it goes.
+    #[error(
+        "an earlier backward pass has consumed the graph of this loss; run the model's `forward` again before \
+         each `backward`, or add up losses that share a forward and call `backward` once"
+    )]
+    GraphConsumed,
     /// An optimizer that clips the gradient of a sharded parameter by its norm.
     ///
     /// Each rank would clip by the norm of its own shard.

@@ -41,6 +41,16 @@ pub(super) fn names(names: &[String]) -> String {
     if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
+/// Returns the cause of a norm that is infinite or NaN: the first such gradient, and a rank that has it.
+pub(super) fn nonfinite(first: Option<&(String, Rank)>) -> String {
+    match first {
+        Some((path, rank)) => {
+            format!("the gradient of `{path}` has an infinite or NaN element on rank {rank}")
+        }
+        None => "all elements are finite, and their norm overflows".into(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

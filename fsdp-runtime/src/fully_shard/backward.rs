@@ -11,8 +11,9 @@ use super::gradient_hook::GradientHook;
 use super::ignored_gradients::OwnGradients;
 use super::model::Fsdp;
 use super::optimizer_check::{OptimizerCheck, Waiting};
-use crate::error::{Error, ScheduleError};
+use crate::error::{Error, ScheduleError, raise};
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
+use crate::param_group::memory::OptimizerStates;
 use crate::runtime::schedule::ErasedSchedule;
 
 impl<M: FsdpModule> Fsdp<M> {
@@ -25,8 +26,9 @@ impl<M: FsdpModule> Fsdp<M> {
     /// # Errors
     ///
     /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
-    /// within the time-out, and [`ScheduleError`] if two units need the same gather buffer, or if
-    /// `loss` is not one element with autodiff.
+    /// within the time-out. [`ScheduleError`] if two units need the same gather buffer, if `loss` is not
+    /// one element with autodiff or depends on no trained parameter, or if an earlier backward pass
+    /// has consumed its graph.
     pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
         let _span = pass_span();
         let mut from = self.run_backward(loss, false)?;
@@ -74,7 +76,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ) -> Result<(GradientsParams, T), Error> {
         let _span = pass_span();
         self.schedule.begin_backward(accumulate);
-        let (mut own, value) = catch_error(|| pass(&self.module))?;
+        let (mut own, value) = catch_error(|| catch_consumed_graph(|| pass(&self.module)))?;
         if accumulate {
             self.keep_gradients(&mut own)?;
             return Ok((GradientsParams::new(), value));
@@ -91,8 +93,11 @@ impl<M: FsdpModule> Fsdp<M> {
             let found = format!("a tensor of shape {:?} {context} autodiff", loss.dims());
             return Err(ScheduleError::InvalidLoss { found }.into());
         }
+        if !self.schedule.is_tracked(loss.clone().into_dispatch()) {
+            return Err(ScheduleError::UntrackedLoss.into());
+        }
         self.schedule.begin_backward(accumulate);
-        catch_error(|| loss.backward())
+        catch_error(|| catch_consumed_graph(|| loss.backward()))
     }
 
     /// Completes a backward pass that the [`backward`](Self::backward) of another model ran, and
@@ -110,6 +115,7 @@ impl<M: FsdpModule> Fsdp<M> {
         let mut take = TakeGradients {
             schedule: &*self.schedule,
             check,
+            states: &self.optimizer_states,
             hook: &self.gradient_hook,
             gradients: GradientsParams::new(),
             waiting: Vec::new(),
@@ -127,6 +133,7 @@ impl<M: FsdpModule> Fsdp<M> {
 struct TakeGradients<'a> {
     schedule: &'a dyn ErasedSchedule,
     check: &'a OptimizerCheck,
+    states: &'a OptimizerStates,
     hook: &'a GradientHook,
     gradients: GradientsParams,
     /// Trained shards whose optimizer has not been checked.
@@ -142,7 +149,10 @@ impl ParamVisitor for TakeGradients<'_> {
             let ParamIndex { unit, param: entry } = sharded.index;
             let spec = &self.schedule.units()[unit].params[entry];
             match self.hook.apply(spec, Tensor::<D>::from_dispatch(gradient)) {
-                Ok(gradient) => self.gradients.register(param.id, gradient),
+                Ok(gradient) => {
+                    self.states.expect(param.id);
+                    self.gradients.register(param.id, gradient);
+                }
                 Err(error) => _ = self.failed.get_or_insert(error),
             }
         }
@@ -158,6 +168,20 @@ pub(super) fn catch_error<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
         match panic.downcast::<Error>() {
             Ok(error) => *error,
             Err(panic) => resume_unwind(panic),
+        }
+    })
+}
+
+/// Runs `f`, and raises [`ScheduleError::GraphConsumed`] in place of the panic with which Burn refuses a
+/// graph that an earlier backward pass has consumed.
+fn catch_consumed_graph<T>(f: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|panic: Box<dyn Any + Send>| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        match text.or_else(|| panic.downcast_ref::<&str>().copied()) {
+            Some(text) if text.contains("graph tape has already been consumed") => {
+                raise(ScheduleError::GraphConsumed.into())
+            }
+            _ => resume_unwind(panic),
         }
     })
 }

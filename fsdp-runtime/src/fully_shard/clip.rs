@@ -8,10 +8,43 @@ use burn::tensor::{DispatchTensor, Tensor};
 
 use super::model::Fsdp;
 use crate::backend::Norm;
-use crate::error::Error;
+use crate::error::{Error, ScheduleError};
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::param_group::Placement;
 use crate::runtime::schedule::ErasedSchedule;
+
+/// How [`Fsdp::clip_grad_norm_with`] clips gradients, as `torch.nn.utils.clip_grad_norm_` does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use]
+pub struct ClipOptions {
+    max_norm: f64,
+    norm: Norm,
+    error_if_nonfinite: bool,
+}
+
+impl ClipOptions {
+    /// Clips the 2-norm to `max_norm`, which is above 0, and accepts norms that are infinite or NaN.
+    pub const fn new(max_norm: f64) -> Self {
+        Self { max_norm, norm: Norm::Two, error_if_nonfinite: false }
+    }
+
+    /// Sets the norm. Default: [`Norm::Two`].
+    pub const fn with_norm(mut self, norm: Norm) -> Self {
+        self.norm = norm;
+        self
+    }
+
+    /// Sets whether a norm that is infinite or NaN is an error, which names the first parameter with such
+    /// a gradient. Default: `false`, as in PyTorch: the norm is returned, an infinite one scales finite
+    /// gradients to 0, and NaN leaves them as they are.
+    ///
+    /// A step with a finite norm costs nothing more. Only after another one do ranks read the gradients
+    /// again and exchange what they found.
+    pub const fn with_error_if_nonfinite(mut self, error_if_nonfinite: bool) -> Self {
+        self.error_if_nonfinite = error_if_nonfinite;
+        self
+    }
+}
 
 impl<M: FsdpModule> Fsdp<M> {
     /// Scales the gradients so that their 2-norm over all ranks and parameters is at most
@@ -49,15 +82,69 @@ impl<M: FsdpModule> Fsdp<M> {
         max_norm: f64,
         norm: Norm,
     ) -> Result<f64, Error> {
+        self.clip_grad_norm_with(gradients, &ClipOptions::new(max_norm).with_norm(norm))
+    }
+
+    /// Scales the gradients as the options say. Returns the norm before scaling. Every rank calls it,
+    /// with equal options.
+    ///
+    /// Otherwise it works as [`clip_grad_norm_by`](Self::clip_grad_norm_by) does.
+    ///
+    /// # Errors
+    ///
+    /// [`ScheduleError::NonFiniteNorm`] on every rank for a norm that is infinite or NaN, if the options
+    /// ask for it. The gradients have not changed then. [`CollectiveError`](crate::CollectiveError) if
+    /// another rank fails or does not take part within the time-out.
+    pub fn clip_grad_norm_with(
+        &self,
+        gradients: &mut GradientsParams,
+        options: &ClipOptions,
+    ) -> Result<f64, Error> {
+        let ClipOptions { max_norm, norm, error_if_nonfinite } = *options;
         let mut read = ReadGradients { gradients, schedule: &*self.schedule, found: Vec::new() };
         self.module.visit_params(&mut read);
         let norm = self.schedule.gradient_norm(read.found, norm)?;
+        if error_if_nonfinite && !norm.is_finite() {
+            return Err(self.non_finite(gradients, norm));
+        }
         let factor = max_norm / (norm + 1e-6);
         if factor < 1.0 {
             let done = HashSet::new();
             self.module.visit_params(&mut ScaleGradients { gradients, factor, done });
         }
         Ok(norm)
+    }
+
+    /// Returns the error for a norm that is infinite or NaN.
+    fn non_finite(&self, gradients: &GradientsParams, norm: f64) -> Error {
+        let mut find = FindNonFinite { gradients, first: None };
+        self.module.visit_params(&mut find);
+        let path =
+            |index: ParamIndex| self.schedule.units()[index.unit].params[index.param].path.clone();
+        self.schedule.first_of_ranks(find.first).map_or_else(Error::from, |first| {
+            let first = first.map(|(index, rank)| (path(index), rank));
+            ScheduleError::NonFiniteNorm { norm, first }.into()
+        })
+    }
+}
+
+/// The visitor that finds the first parameter, in layout order, with an element of the gradient that is
+/// infinite or NaN.
+struct FindNonFinite<'a> {
+    gradients: &'a GradientsParams,
+    first: Option<ParamIndex>,
+}
+
+impl ParamVisitor for FindNonFinite<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(index) = Sharded::of(param).map(|sharded| sharded.index) else { return };
+        if self.first.is_some_and(|first| first <= index) {
+            return;
+        }
+        let Some(gradient) = self.gradients.get::<D>(param.id) else { return };
+        if gradient.into_data().iter::<f32>().any(|element| !element.is_finite()) {
+            self.first = Some(index);
+        }
     }
 }
 

@@ -16,10 +16,11 @@ use crate::collectives::group::MeshGroups;
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
 use crate::launch::agree::{OnError, agree_result};
-use crate::layout::{Mesh, Rank};
+use crate::layout::Mesh;
 use crate::module::{HookedForward, ParamIndex, RandomStream};
 use crate::options::{FsdpOptions, OffloadPolicy, ReshardAfterForward};
-use crate::param_group::plan::Plan;
+use crate::param_group::memory::OptimizerStates;
+use crate::param_group::plan::ModelPlan;
 use crate::runtime::schedule::decide::Timing;
 use crate::runtime::schedule::{Schedule, Settings, block_group};
 
@@ -64,14 +65,14 @@ pub(crate) fn shard<M: HookedForward>(
     module: M,
     worker: &Worker,
     options: FsdpOptions,
-    loaded_later: impl FnOnce(&Plan) -> Result<Vec<ParamIndex>, Error>,
+    loaded_later: impl FnOnce(&ModelPlan) -> Result<Vec<ParamIndex>, Error>,
 ) -> Result<Fsdp<M>, Error> {
     const { M::CHECKED };
     let planned = Planned::new(&module, worker, &options);
     let Planned { mesh, plan, device } =
         agree_result(worker.comm(), "the plan of the model", planned, OnError::FailWorld)?;
     check_same_model(worker, &plan, &options, mesh)?;
-    if worker.rank() == Rank::ZERO {
+    if worker.is_rank_zero() {
         plan.warn_of_left_out(&options);
     }
     let settings = settings(worker, &options, (mesh, &plan), &device)?;
@@ -110,6 +111,7 @@ pub(crate) fn shard<M: HookedForward>(
             ignored_gradients: IgnoredGradients::default(),
             gradient_hook: GradientHook::default(),
             optimizer_check: OptimizerCheck::new(options.optimizer_check),
+            optimizer_states: OptimizerStates::default(),
         })
     })
 }
@@ -117,7 +119,7 @@ pub(crate) fn shard<M: HookedForward>(
 /// The decisions that a rank makes without the other ranks.
 struct Planned {
     mesh: Mesh,
-    plan: Plan,
+    plan: ModelPlan,
     /// The device that computes.
     device: Device,
 }
@@ -130,7 +132,7 @@ impl Planned {
     ) -> Result<Self, ShardError> {
         options.check()?;
         let mesh = options.mesh(worker.mesh(), worker.local_size())?;
-        let plan = Plan::new(module, mesh, options)?;
+        let plan = ModelPlan::new(module, mesh, options)?;
         let device = options.compute_device(&plan.device, worker.device());
         check_device(&device)?;
         options.check_offload(&plan.device, &device)?;
@@ -145,7 +147,7 @@ impl Planned {
 fn settings(
     worker: &Worker,
     options: &FsdpOptions,
-    (mesh, plan): (Mesh, &Plan),
+    (mesh, plan): (Mesh, &ModelPlan),
     device: &Device,
 ) -> Result<Settings, Error> {
     // Groups are created by collectives, which all run on the communication thread.

@@ -2,7 +2,7 @@
 //!
 //! Imports point one way: optimizer_probe <- optimizer_check; init, ignored_gradients,
 //! gradient_hook, optimizer_check, step_in_f32 <- model <- construct, backward, clip, display, stats;
-//! backward <- unshard <- control. `plan` stands alone.
+//! backward <- unshard <- control.
 
 mod backward;
 mod clip;
@@ -15,11 +15,11 @@ mod init;
 mod model;
 pub(crate) mod optimizer_check;
 pub(crate) mod optimizer_probe;
-pub(crate) mod plan;
 mod stats;
 pub(crate) mod step_in_f32;
 mod unshard;
 
+pub use self::clip::ClipOptions;
 pub use self::construct::fully_shard;
 pub(crate) use self::construct::shard;
 pub use self::gradient_hook::ReducedGradient;

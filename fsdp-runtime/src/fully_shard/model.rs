@@ -8,12 +8,12 @@ use std::sync::Arc;
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, ParamGroup};
 use burn::store::ModuleRecord;
 use burn::tensor::Device;
+use fsdp_kernels::batched_steps;
 
 use super::gradient_hook::GradientHook;
 use super::ignored_gradients::IgnoredGradients;
 use super::optimizer_check::{OptimizerCheck, is_of_optimizers};
 use super::step_in_f32::StepInF32;
-use crate::backend::kernels::batched_steps;
 #[cfg(feature = "train")]
 use crate::error::LearnerError;
 use crate::error::{SaveError, raise};
@@ -22,6 +22,7 @@ use crate::layout::Mesh;
 use crate::layout::WorldSize;
 use crate::module::opaque::visit_leaf;
 use crate::module::{FsdpModule, ParamIndex};
+use crate::param_group::memory::OptimizerStates;
 use crate::param_group::plan::{IgnoredParam, Key};
 use crate::param_group::{ParamSpec, Unit};
 use crate::runtime::hooks::Collect;
@@ -43,6 +44,7 @@ pub struct Fsdp<M> {
     pub(super) ignored_gradients: IgnoredGradients,
     pub(super) gradient_hook: GradientHook,
     pub(crate) optimizer_check: OptimizerCheck,
+    pub(crate) optimizer_states: OptimizerStates,
 }
 
 impl<M> Deref for Fsdp<M> {
@@ -80,7 +82,16 @@ impl<M: Module> Fsdp<M> {
             ignored_gradients: self.ignored_gradients.clone(),
             gradient_hook: self.gradient_hook.clone(),
             optimizer_check: self.optimizer_check.clone(),
+            optimizer_states: self.optimizer_states.clone(),
         }
+    }
+
+    /// Ends a step of an optimizer in the accounting of memory.
+    pub(crate) fn end_step(&self) {
+        if let Some(size) = self.optimizer_states.changed() {
+            self.schedule.report_optimizer(size);
+        }
+        self.schedule.mark_step();
     }
 
     /// Replaces the module by the result of `map`.
@@ -169,21 +180,21 @@ impl<M: Module> Module for Fsdp<M> {
         let check = self.optimizer_check.clone();
         // The mapper may be an optimizer, whose steps on several parameters can share a kernel
         // launch.
-        let schedule = self.schedule.clone();
+        let (schedule, states) = (self.schedule.clone(), self.optimizer_states.clone());
         let map = |module: M, mapper: &mut T| {
             batched_steps::scope(|| match is_of_optimizers::<T>() {
                 true => {
-                    let mut mapper = StepInF32::new(mapper, &*schedule, &module, false);
+                    let mut mapper = StepInF32::new(mapper, &*schedule, &states, &module, false);
                     module.map(&mut mapper)
                 }
                 false => module.map(mapper),
             })
         };
         let mapped = self.map_module(|module| {
-            check.map(module, mapper, map).unwrap_or_else(|error| raise(error))
+            check.map(module, mapper, &states, map).unwrap_or_else(|error| raise(error))
         });
         if is_of_optimizers::<T>() {
-            mapped.schedule.mark_step();
+            mapped.end_step();
         }
         mapped
     }

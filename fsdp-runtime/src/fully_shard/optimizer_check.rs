@@ -21,12 +21,13 @@ use std::sync::{Arc, Mutex};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
+use fsdp_kernels::batched_steps;
 
 use super::optimizer_probe::{Part, ProbeGradients, STEPS, Verdict};
 use crate::backend::host_device;
-use crate::backend::kernels::batched_steps;
 use crate::error::{Error, IgnorePoison, ScheduleError};
 use crate::module::Sharded;
+use crate::param_group::memory::{OptimizerStates, reported};
 use crate::param_group::probes::kind;
 use crate::param_group::{Placement, Unit};
 
@@ -153,6 +154,7 @@ impl OptimizerCheck {
         &self,
         module: M,
         mapper: &mut T,
+        states: &OptimizerStates,
         map: impl FnOnce(M, &mut T) -> M,
     ) -> Result<M, Error> {
         let waiting = self.0.lock().ignore_poison().waiting.clone();
@@ -161,7 +163,7 @@ impl OptimizerCheck {
         }
         let mut silent = HashMap::new();
         for (Probe { of: Waiting { id, path, .. }, step, .. }, verdict) in
-            step_probes(waiting, mapper)?
+            step_probes(waiting, mapper, states)?
         {
             refuse(verdict, &path)?;
             match verdict {
@@ -198,11 +200,14 @@ pub(crate) fn refuse(verdict: Verdict, path: &str) -> Result<(), ScheduleError> 
 fn step_probes<T: ModuleMapper>(
     probes: Vec<Probe>,
     mapper: &mut T,
+    states: &OptimizerStates,
 ) -> Result<Vec<(Probe, Verdict)>, Error> {
     let mut step = |of: &Waiting, part: Part| {
         mapper.enter_module(&of.path, "");
         let value = Tensor::from_inner(part.value(&of.device));
-        let param = mapper.map_float(Param::initialized(part.id(of.id), value));
+        let id = part.id(of.id);
+        let (param, bytes) = reported(|| mapper.map_float(Param::initialized(id, value)));
+        states.set_probe(id, bytes);
         mapper.exit_module(&of.path, "");
         param.into_value().inner()
     };

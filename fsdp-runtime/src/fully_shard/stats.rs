@@ -1,13 +1,11 @@
 //! Measurements of a sharded model on this rank: memory, collectives, sizes.
 
-use std::path::Path;
 use std::time::Duration;
 
 use super::model::Fsdp;
 use crate::layout::Mesh;
 use crate::param_group::Unit;
 use crate::param_group::memory::{Memory, MemoryHolder, MemoryTimeline};
-use crate::param_group::memory_file::{MemoryFile, MemoryFileError};
 use crate::param_group::wrapping::Wrapping;
 use crate::runtime::schedule::Counts;
 
@@ -102,17 +100,6 @@ impl<M> Stats<'_, M> {
         let timeline = self.memory_timeline();
         self.model.schedule.memory_handle().stop_timeline();
         timeline
-    }
-
-    /// Starts a record of memory over time, as [`start_memory_timeline`](Self::start_memory_timeline)
-    /// does, that is written to a file when it ends: with [`MemoryFile::finish`], or when the returned
-    /// value is dropped. The extension is `.svg`, `.html` or `.json`.
-    ///
-    /// # Errors
-    ///
-    /// [`MemoryFileError`] for another extension, and for a picture without the feature `plot`.
-    pub fn memory_file(&self, path: impl AsRef<Path>) -> Result<MemoryFile, MemoryFileError> {
-        MemoryFile::start(self.model.schedule.memory_handle(), path.as_ref())
     }
 
     /// Returns the units of the model as a tree: path, type, parameters, bytes.

@@ -1,13 +1,15 @@
-//! The copies in f32 that an optimizer steps in place of parameters that are stored in bf16.
+//! The copies in f32 that an optimizer steps in place of parameters that are stored in bf16, and the reports
+//! of the optimizer's state.
 
 use std::collections::HashMap;
 
 use burn::module::{Flag, Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Bool, Int, Tensor};
+use fsdp_kernels::batched_steps;
 
-use crate::backend::kernels::batched_steps;
 use crate::module::opaque::visit_leaf;
 use crate::module::{ParamIndex, ParamVisitor, Sharded, with_autodiff_of};
+use crate::param_group::memory::{OptimizerStates, reported};
 use crate::param_group::{ParamSpec, Unit};
 use crate::runtime::schedule::ErasedSchedule;
 
@@ -16,6 +18,7 @@ use crate::runtime::schedule::ErasedSchedule;
 pub(crate) struct StepInF32<'a, T> {
     mapper: &'a mut T,
     schedule: &'a dyn ErasedSchedule,
+    states: &'a OptimizerStates,
     /// The parameters that are stepped in a copy. One that is tied to another has the other's id, and
     /// comes later.
     rounded: HashMap<ParamId, ParamIndex>,
@@ -26,6 +29,7 @@ impl<'a, T: ModuleMapper> StepInF32<'a, T> {
     pub(crate) fn new<M: Module>(
         mapper: &'a mut T,
         schedule: &'a dyn ErasedSchedule,
+        states: &'a OptimizerStates,
         module: &M,
         only_replicated: bool,
     ) -> Self {
@@ -34,7 +38,17 @@ impl<'a, T: ModuleMapper> StepInF32<'a, T> {
         if find.units.iter().flat_map(|unit| &unit.params).any(ParamSpec::is_rounded) {
             visit_leaf(module, &mut find);
         }
-        Self { mapper, schedule, rounded: find.rounded }
+        Self { mapper, schedule, states, rounded: find.rounded }
+    }
+}
+
+impl<T: ModuleMapper> StepInF32<'_, T> {
+    /// Steps a parameter, and records what the optimizer reports of its state.
+    fn step<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let id = param.id;
+        let (param, bytes) = reported(|| self.mapper.map_float(param));
+        self.states.set(id, bytes);
+        param
     }
 }
 
@@ -68,7 +82,7 @@ impl<T: ModuleMapper> ModuleMapper for StepInF32<'_, T> {
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(index) = self.rounded.remove(&param.id) else {
-            return self.mapper.map_float(param);
+            return self.step(param);
         };
         let _copy = self.schedule.count_step_copy(index);
         let (id, base, mapper) = param.consume();
@@ -78,7 +92,7 @@ impl<T: ModuleMapper> ModuleMapper for StepInF32<'_, T> {
         drop(base);
         let param = Param::from_mapped_value(id, wide, mapper);
         // A step that shares a launch with others would run only after the rounding.
-        let param = batched_steps::scope(|| self.mapper.map_float(param));
+        let param = batched_steps::scope(|| self.step(param));
         let (id, stepped, mapper) = param.consume();
         let plain = if stepped.is_autodiff() { stepped.clone().inner() } else { stepped.clone() };
         let rounded = self.schedule.rounded(index, plain.into_dispatch());

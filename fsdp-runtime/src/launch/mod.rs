@@ -22,8 +22,6 @@ mod process;
 mod rank_thread;
 mod start;
 mod threads;
-#[cfg(feature = "trace")]
-mod trace;
 mod worker;
 
 pub use self::engine::Engine;
@@ -31,6 +29,4 @@ pub use self::error::EngineError;
 pub use self::exchange::ReduceOp;
 pub use self::options::{DEBUG_VARIABLE, LaunchOptions};
 pub use self::start::launch;
-#[cfg(feature = "trace")]
-pub use self::trace::{FsdpTrace, TraceError};
 pub use self::worker::Worker;

@@ -36,6 +36,13 @@ impl Worker {
         self.mesh.rank
     }
 
+    /// Returns whether this is rank 0, which writes logs and files for all ranks.
+    ///
+    /// Accelerate's `is_main_process`.
+    pub fn is_rank_zero(&self) -> bool {
+        self.rank() == Rank::ZERO
+    }
+
     /// Returns the number of ranks.
     pub fn world(&self) -> WorldSize {
         self.mesh.world

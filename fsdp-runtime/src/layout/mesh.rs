@@ -70,6 +70,20 @@ impl fmt::Display for WorldSize {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Rank(usize);
 
+/// Compares the rank's number: `worker.rank() == 0`.
+impl PartialEq<usize> for Rank {
+    fn eq(&self, index: &usize) -> bool {
+        self.0 == *index
+    }
+}
+
+/// Compares the rank's number: `worker.rank() < 2`.
+impl PartialOrd<usize> for Rank {
+    fn partial_cmp(&self, index: &usize) -> Option<std::cmp::Ordering> {
+        self.0.partial_cmp(index)
+    }
+}
+
 impl Rank {
     /// The rank that broadcasts initial weights and by default receives full state dicts.
     pub const ZERO: Self = Self(0);

@@ -10,10 +10,10 @@
 use std::ops::Range;
 
 use burn::tensor::DType;
+use fsdp_kernels::StorageType;
 
 use super::flat::FlatLayout;
 use super::mesh::{Rank, WorldSize};
-use super::storage_type::StorageType;
 
 /// The flat range of a unit's matrices of one dtype and storage type.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use burn::config::Config;
 use burn::module::{Flag, Module, Param};
 use burn::tensor::{Device, Tensor};
+use fsdp_kernels::MaskSource;
 
-use crate::backend::kernels::MaskSource;
 use crate::backend::ops::dropout_tracked;
 use crate::layout::mix;
 use crate::module::{

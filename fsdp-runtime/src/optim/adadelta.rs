@@ -6,6 +6,8 @@ use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSi
 use burn::tensor::{Device, Tensor};
 
 use super::clipping::with_clipping;
+use super::state_bytes::bytes;
+use crate::param_group::memory::report;
 
 /// Configuration of [`Adadelta`], with PyTorch's defaults. PyTorch's default learning rate is 1.
 #[derive(Config, Debug)]
@@ -111,6 +113,7 @@ impl Optimizer for Adadelta {
         mut grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        report(2 * bytes(&tensor));
         let zeros =
             || AdadeltaState { square_avg: grad.zeros_like(), acc_delta: grad.zeros_like() };
         let AdadeltaState { square_avg, acc_delta } = state.unwrap_or_else(zeros);

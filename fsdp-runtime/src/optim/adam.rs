@@ -6,8 +6,8 @@ use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{self, AdamState, LearningRate, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor};
+use fsdp_kernels::{AdamRule, Decay};
 
-use super::adam_rule::{AdamRule, Decay};
 use super::clipping::with_clipping;
 use super::fused_adam::FusedAdam;
 use super::on_host::OnHost;
@@ -94,11 +94,6 @@ impl Adam {
         self.0.foreach = foreach;
         self
     }
-
-    #[cfg(test)]
-    pub(crate) fn rule(&self) -> AdamRule {
-        self.0.rule
-    }
 }
 
 impl Optimizer for Adam {
@@ -117,5 +112,21 @@ impl Optimizer for Adam {
 
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
         OnHost(optim::Adam::to_device(state.0, device))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rule_has_pytorchs_defaults_and_the_options() {
+        let rule = AdamConfig::new().build().0.rule;
+        assert_eq!((rule.beta_1, rule.beta_2, rule.epsilon), (0.9, 0.999, 1e-8));
+        assert!(!rule.amsgrad);
+        let config = AdamConfig::new().with_weight_decay(0.1).with_amsgrad(true);
+        let rule = config.build().0.rule;
+        assert_eq!(rule.decay, Decay::Coupled { penalty: 0.1 });
+        assert!(rule.amsgrad);
     }
 }

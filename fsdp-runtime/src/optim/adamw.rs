@@ -6,8 +6,8 @@ use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{self, AdamWState, LearningRate, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor};
+use fsdp_kernels::{AdamRule, Decay};
 
-use super::adam_rule::{AdamRule, Decay};
 use super::clipping::with_clipping;
 use super::fused_adam::FusedAdam;
 use super::on_host::OnHost;
@@ -118,11 +118,6 @@ impl AdamW {
         self.0.foreach = foreach;
         self
     }
-
-    #[cfg(test)]
-    pub(crate) fn rule(&self) -> AdamRule {
-        self.0.rule
-    }
 }
 
 impl Optimizer for AdamW {
@@ -141,5 +136,24 @@ impl Optimizer for AdamW {
 
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
         OnHost(optim::AdamW::to_device(state.0, device))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rule_has_pytorchs_defaults_and_the_options() {
+        let rule = AdamWConfig::new().build().0.rule;
+        assert_eq!((rule.beta_1, rule.beta_2, rule.epsilon), (0.9, 0.999, 1e-8));
+        assert!(!rule.amsgrad);
+        let config = AdamWConfig::new()
+            .with_weight_decay(0.1)
+            .with_cautious_weight_decay(true)
+            .with_amsgrad(true);
+        let rule = config.build().0.rule;
+        assert_eq!(rule.decay, Decay::Decoupled { rate: 0.1, cautious: true });
+        assert!(rule.amsgrad);
     }
 }

@@ -5,10 +5,12 @@ use std::sync::Arc;
 use burn::backend::TensorMetadata;
 use burn::optim::{AdaptiveMomentumState, LearningRate};
 use burn::tensor::{DType, Device, Shape, Tensor};
+use fsdp_kernels::{
+    AdamRule, AdamTensors, Kernels, SgdStep,
+    batched_steps::{self, StepBatch},
+    has_kernels,
+};
 
-use super::adam_rule::AdamRule;
-use crate::backend::kernels::batched_steps::{self, StepBatch};
-use crate::backend::kernels::{AdamTensors, Kernels, SgdStep, has_kernels};
 use crate::backend::{Float, FloatTensor, ModelBackend, Raw, with_backend};
 use crate::error::ShardError;
 

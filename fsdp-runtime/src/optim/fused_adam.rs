@@ -5,10 +5,12 @@ use std::fmt;
 
 use burn::optim::{AdaptiveMomentumState, LearningRate, Optimizer};
 use burn::tensor::Tensor;
+use fsdp_kernels::AdamRule;
 
-use super::adam_rule::AdamRule;
 use super::fused;
 use super::on_host::OnHost;
+use super::state_bytes::bytes;
+use crate::param_group::memory::report;
 
 /// Adam or AdamW. `O` is Burn's optimizer with the same rule, which steps the tensors that no
 /// kernel takes.
@@ -41,6 +43,8 @@ impl<O> FusedAdam<O> {
     where
         O: Optimizer<State<D> = S>,
     {
+        let moments_of = if self.rule.amsgrad { 3 } else { 2 };
+        report(moments_of * bytes(&param));
         if fused::takes_adam(&param, &grad, moments.as_ref()) {
             let (param, moments) = fused::adam(&self.rule, lr, param, grad, moments, self.foreach);
             return (param, Some(OnHost(new_state(moments))));

@@ -33,13 +33,12 @@
 //! Without it such an optimizer is an error in the first three steps, and so is one that clips by
 //! norm itself.
 //!
-//! Imports point one way: adam_rule, on_host, clipping, owners, single_param <- check_optimizer,
+//! Imports point one way: on_host, clipping, owners, single_param, state_bytes <- check_optimizer,
 //! fused, matrix_step <- fused_adam, sgd, whole_param <- adam, adamw; clipping, on_host <-
 //! adadelta; unscale <- grad_scaler; ema.
 
 mod adadelta;
 mod adam;
-mod adam_rule;
 mod adamw;
 mod check_optimizer;
 mod clipping;
@@ -52,6 +51,7 @@ mod on_host;
 mod owners;
 mod sgd;
 mod single_param;
+mod state_bytes;
 #[cfg(all(test, feature = "cpu"))]
 mod stream_order_tests;
 #[cfg(all(test, feature = "cpu"))]

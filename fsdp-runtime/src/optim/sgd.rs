@@ -5,11 +5,13 @@ use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{Device, Tensor};
+use fsdp_kernels::SgdStep;
 
 use super::clipping::with_clipping;
 use super::fused;
+use super::state_bytes::bytes;
 use crate::backend::host_device;
-use crate::backend::kernels::SgdStep;
+use crate::param_group::memory::report;
 
 /// Configuration of [`Sgd`], with PyTorch's defaults: no momentum, no decay.
 #[derive(Config, Debug)]
@@ -164,6 +166,7 @@ impl Optimizer for Sgd {
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         let velocity = state.and_then(|state| state.velocity);
+        report(if self.has_momentum() { bytes(&tensor) } else { 0 });
         if fused::takes([&tensor, &grad].into_iter().chain(&velocity)) {
             let (step, momentum) = (self.numbers(lr, velocity.is_none()), self.has_momentum());
             let (tensor, velocity) =

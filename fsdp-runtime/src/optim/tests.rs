@@ -5,9 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn::module::{Module, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor, TensorData};
+use fsdp_kernels::batched_steps::{open, scope};
 
 use super::{AdamConfig, AdamWConfig, SgdConfig};
-use crate::backend::kernels::batched_steps::{open, scope};
 
 /// Lengths of parameters: more parameters than share a launch, and empty, odd and short ones.
 const LENGTHS: [usize; 20] =

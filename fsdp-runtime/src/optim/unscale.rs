@@ -6,8 +6,8 @@ use std::collections::{HashMap, HashSet};
 use burn::module::{Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Shape, Tensor};
+use fsdp_kernels::has_kernels;
 
-use crate::backend::kernels::has_kernels;
 use crate::backend::{Norm, ops};
 use crate::module::{FsdpModule, ParamVisitor};
 

@@ -15,6 +15,7 @@ use crate::fully_shard::Fsdp;
 use crate::fully_shard::step_in_f32::StepInF32;
 use crate::layout::Rank;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
+use crate::param_group::memory::reported;
 use crate::param_group::{Placement, Unit};
 
 /// Steps a sharded model with an optimizer that needs full matrices, such as Burn's LAMB, Adafactor
@@ -94,19 +95,25 @@ impl WholeParam {
     ) -> Result<Fsdp<M>, Error> {
         let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::step").entered();
         let (lr, schedule) = (lr.into(), model.schedule.clone());
+        let states = model.optimizer_states.clone();
         let sharded = sharded_with_gradient(&model, &gradients)?;
         let mut take = TakeMatrices::new(&mut self.inner, &lr, &mut gradients, sharded);
         let model = model.map_module(|module| {
-            let mut take = StepInF32::new(&mut take, &*schedule, &module, true);
+            let mut take = StepInF32::new(&mut take, &*schedule, &states, &module, true);
             module.map(&mut take)
         });
         let matrices = take.into_matrices();
         let mut updated = HashMap::new();
         for round in rounds(&*schedule, matrices) {
             let (steps, wholes): (Vec<_>, Vec<_>) = round.into_iter().unzip();
+            // A rank has no state of the matrices that other ranks own.
+            steps.iter().for_each(|step| states.set(step.id, Some(0)));
             let mut step = |index: usize, matrix, gradient| {
                 let MatrixStep { id, path, step, .. } = &steps[index];
-                step(&mut self.inner, &lr, *id, path, matrix, gradient)
+                let step = || step(&mut self.inner, &lr, *id, path, matrix, gradient);
+                let (matrix, bytes) = reported(step);
+                states.replace(*id, bytes);
+                matrix
             };
             let shards = schedule.step_whole(wholes, &mut step)?;
             for (MatrixStep { id, .. }, shard) in steps.into_iter().zip(shards) {
@@ -114,7 +121,7 @@ impl WholeParam {
             }
         }
         let model = model.map_module(|module| module.map(&mut PutShards { updated }));
-        schedule.mark_step();
+        model.end_step();
         Ok(model)
     }
 

@@ -6,9 +6,9 @@
 //! and the gather buffers.
 
 use burn::tensor::{DType, Device, FloatDType};
+use fsdp_kernels::computes;
 use serde::{Deserialize, Serialize};
 
-use crate::backend::kernels::computes;
 use crate::error::ShardError;
 
 /// Dtypes that a policy may set.

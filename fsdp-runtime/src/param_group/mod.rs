@@ -2,18 +2,14 @@
 //! take.
 
 mod control;
-pub(crate) mod forecast;
 pub(crate) mod memory;
-pub(crate) mod memory_file;
-mod mib;
+pub(crate) mod mib;
 pub(crate) mod plan;
-#[cfg(feature = "plot")]
-pub(crate) mod plot;
 pub(crate) mod probes;
 mod rings;
 mod unit;
 pub(crate) mod wrapping;
 
 pub(crate) use self::control::UnitControl;
-pub(crate) use self::rings::gather_buffer_plan;
+pub(crate) use self::rings::{Rings, gather_buffer_plan};
 pub(crate) use self::unit::{ParamSpec, Placement, Unit, UnitGroup, code_buffers};

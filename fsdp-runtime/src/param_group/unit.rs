@@ -287,7 +287,7 @@ impl Unit {
     /// device, before sending.
     ///
     /// `offloaded` says that the shards are stored on the host.
-    pub(super) fn sending_bytes(&self, offloaded: bool) -> usize {
+    pub(crate) fn sending_bytes(&self, offloaded: bool) -> usize {
         let mut bytes = vec![0; self.layout.ranges().len()];
         for (at, entry) in self.params.iter().enumerate() {
             let is_cast = entry.sent_dtype() != entry.storage.dtype();

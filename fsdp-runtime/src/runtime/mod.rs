@@ -2,12 +2,11 @@
 //! autodiff operations, and recomputation.
 //!
 //! Order of the modules, from the bottom up: `values`, `hooks`, `field_call`, `recompute`,
-//! `autodiff`, `schedule`, `rehearsal`.
+//! `autodiff`, `schedule`.
 
 mod autodiff;
 pub(crate) mod field_call;
 pub(crate) mod hooks;
 pub(crate) mod recompute;
-pub(crate) mod rehearsal;
 pub(crate) mod schedule;
 mod values;

@@ -1,6 +1,6 @@
 //! The order of a dataset's items in an epoch.
 
-use crate::backend::philox::{LANES, blocks};
+use fsdp_kernels::philox::{LANES, blocks};
 
 /// Returns the numbers below `len` in the order of an epoch, a function of `len`, `seed` and
 /// `epoch` alone: the shuffle of Fisher and Yates with numbers of Philox.

@@ -3,9 +3,9 @@
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::train::{InferenceStep, TrainOutput, TrainStep};
+use fsdp_kernels::batched_steps;
 
 use super::handover;
-use crate::backend::kernels::batched_steps;
 use crate::error::{Error, raise};
 use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;

@@ -22,7 +22,7 @@ use crate::checkpoint::CheckpointManager;
 use crate::error::{Error, IgnorePoison, LearnerError, raise};
 use crate::fully_shard::Fsdp;
 use crate::launch::Worker;
-use crate::layout::Rank;
+
 use crate::module::FsdpModule;
 use crate::optim::WholeParam;
 
@@ -208,7 +208,7 @@ where
     ) -> LearningResult<Fsdp<M>> {
         let checked = check(&components);
         let interrupter = components.interrupter.clone();
-        let leads = self.worker.rank() == Rank::ZERO;
+        let leads = self.worker.is_rank_zero();
         let mut events = Events::new(components.event_processor, interrupter.clone(), leads);
         let summary = components.summary;
         let components = Components {

@@ -31,7 +31,7 @@ where
     M: FsdpModule + TrainStep + InferenceStep + 'static,
 {
     let training = SupervisedTraining::new(directory, train, valid);
-    if worker.rank() == crate::Rank::ZERO {
+    if worker.is_rank_zero() {
         let prints = stdout().is_terminal() && !has_keyboard();
         return if prints {
             training.renderer(Box::new(CliMetricsRenderer::new()))

@@ -6,11 +6,10 @@ use burn::backend::Backend;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::Ops;
 use burn::tensor::{DType, Device, Tensor};
+use fsdp_kernels::{Float, Tracked, takes};
 
 use super::error::KernelError;
-use crate::backend::kernels::takes;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, is_flex};
-use crate::backend::tensor::{Float, Tracked};
 
 /// Takes a flat tensor out of Burn's dispatch type, without its autodiff node.
 pub(super) fn take<B: ModelBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {

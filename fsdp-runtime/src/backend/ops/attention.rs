@@ -6,13 +6,12 @@ use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, Tensor};
+use fsdp_kernels::{AttentionRule, AttentionTensors, Float, Kernels, Tracked};
 
 use super::arguments::register_gradients;
 use super::error::KernelError;
 use super::saved::Saved;
-use crate::backend::kernels::{AttentionRule, AttentionTensors, Kernels};
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
-use crate::backend::tensor::{Float, Tracked};
 
 /// Applies attention, and records it for backward if a tensor is tracked. `bias` is added to the scores
 /// of each key, `[batch, keys]`, and has no gradient.

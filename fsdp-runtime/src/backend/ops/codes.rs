@@ -2,10 +2,10 @@
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{DType, FloatDType, Shape, Tensor};
+use fsdp_kernels::Kernels;
 
 use super::arguments::{check_dtype, check_range, give_one, take};
 use super::error::KernelError;
-use crate::backend::kernels::Kernels;
 use crate::backend::model_backend::{ModelBackend, Raw, with_backend};
 use crate::backend::shard_backend::encoded;
 use crate::layout::StorageType;

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{FloatDType, Shape, Tensor};
+use fsdp_kernels::Kernels;
 
 use super::arguments::{check_device, check_dtype, check_range, give, give_one, take};
 use super::error::KernelError;
-use crate::backend::kernels::Kernels;
 use crate::backend::model_backend::{ModelBackend, Raw, with_backend};
 
 /// Copies tensors into `buffer`, rounded to the buffer's dtype, and returns the buffer.

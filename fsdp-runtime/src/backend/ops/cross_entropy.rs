@@ -11,13 +11,12 @@ use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, Tensor};
+use fsdp_kernels::{Float, Kernels, LossResults, LossRule, LossTensors, Tracked};
 
 use super::arguments::register_gradients;
 use super::error::KernelError;
 use super::saved::Saved;
-use crate::backend::kernels::{Kernels, LossResults, LossRule, LossTensors};
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
-use crate::backend::tensor::{Float, Tracked};
 
 /// Tensors of a loss, as [`LossTensors`] describes them.
 #[derive(Debug)]

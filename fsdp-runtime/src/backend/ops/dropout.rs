@@ -6,12 +6,11 @@ use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::{Tensor, TensorData};
+use fsdp_kernels::{Float, Kernels, MaskSource, Tracked};
 
 use super::arguments::{apply, give, take};
 use super::error::KernelError;
-use crate::backend::kernels::{Kernels, MaskSource};
 use crate::backend::model_backend::{ModelBackend, with_backend};
-use crate::backend::tensor::{Float, Tracked};
 
 /// Sets each element to zero with probability `source.prob` and multiplies the others by
 /// `1 / (1 - source.prob)`.

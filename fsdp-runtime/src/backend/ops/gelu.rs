@@ -9,12 +9,11 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::{DType, Tensor};
 use burn_std::Scalar;
+use fsdp_kernels::{Float, Kernels, Tracked};
 
 use super::arguments::{apply, has_f32_kernels};
 use super::error::KernelError;
-use crate::backend::kernels::Kernels;
 use crate::backend::model_backend::{ModelBackend, cast_model, with_backend};
-use crate::backend::tensor::{Float, Tracked};
 
 /// Applies the exact GELU, and records it for backward if the tensor is tracked. Returns `None` for
 /// devices without kernels, and for dtypes that the kernels of the device do not take.

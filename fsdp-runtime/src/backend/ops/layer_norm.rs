@@ -6,12 +6,11 @@ use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::Tensor;
+use fsdp_kernels::{Float, Kernels, Tracked};
 
 use super::arguments::{check_dtype, has_row_kernels, register_gradients};
 use super::error::KernelError;
-use crate::backend::kernels::Kernels;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
-use crate::backend::tensor::{Float, Tracked};
 
 /// Normalises the rows of the last dimension, and records it for backward if a tensor is tracked.
 ///

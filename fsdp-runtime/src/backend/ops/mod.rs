@@ -39,6 +39,5 @@ pub(crate) use self::layer_norm::layer_norm_tracked;
 pub(crate) use self::recompute::recompute_tracked;
 pub use self::reductions::{mean, norm_sums, unscale};
 pub(crate) use self::softmax::softmax_tracked;
-pub(crate) use super::kernels::{AttentionRule, LossRule};
-pub use super::kernels::{MaskSource, Sums, computes};
-pub use super::norm::Norm;
+pub(crate) use fsdp_kernels::{AttentionRule, LossRule};
+pub use fsdp_kernels::{MaskSource, Norm, Sums, computes};

@@ -15,12 +15,12 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
+use fsdp_kernels::{Float, Tracked};
 
 use super::saved::{self, Saved, SavedCounter};
 use crate::backend::model_backend::{AutodiffContext, FloatTensor, ModelBackend, with_backend};
 use crate::backend::shard_backend::bytes;
 use crate::backend::stored_tensor::new_leaf;
-use crate::backend::tensor::{Float, Tracked};
 use crate::error::{IgnorePoison, ScheduleError, ShardError, raise};
 use crate::module::{Draw, Playback, UnitValue, capture_draws};
 

@@ -3,12 +3,11 @@
 use std::ops::Range;
 
 use burn::tensor::{DType, Shape, Tensor};
+use fsdp_kernels::{Kernels, Norm, RankMean, Sums};
 
 use super::arguments::{check_device, check_range, give, give_one, take};
 use super::error::KernelError;
-use crate::backend::kernels::{Kernels, RankMean, Sums};
 use crate::backend::model_backend::{ModelBackend, Raw, with_backend};
-use crate::backend::norm::Norm;
 
 /// Returns the elementwise mean of elements `range` of all parts, in f32.
 ///

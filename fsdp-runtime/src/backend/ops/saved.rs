@@ -9,9 +9,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn::backend::Backend;
+use fsdp_kernels::Float;
 
 use crate::backend::shard_backend::bytes;
-use crate::backend::tensor::Float;
 
 /// Counter of saved bytes.
 pub(crate) trait SavedCounter: Send + Sync {

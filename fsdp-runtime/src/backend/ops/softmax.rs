@@ -6,12 +6,11 @@ use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::Tensor;
+use fsdp_kernels::{Float, Kernels, Tracked};
 
 use super::arguments::{apply, has_row_kernels};
 use super::error::KernelError;
-use crate::backend::kernels::Kernels;
 use crate::backend::model_backend::{ModelBackend, with_backend};
-use crate::backend::tensor::{Float, Tracked};
 
 /// Returns the softmax over the last dimension, and records it for backward if the tensor is tracked.
 /// Returns `None` for devices without kernels, for dtypes that the kernels of the device do not take,

@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use burn::tensor::{Shape, TensorData};
+use fsdp_kernels::codes::{needs_matrix, stored_data};
 use safetensors::Dtype;
 
 use super::mapped::MappedTensor;
 use super::options::LoadOptions;
 use super::source::Source;
-use crate::backend::codes::{needs_matrix, stored_data};
 use crate::checkpoint::filter::is_factor;
 use crate::checkpoint::load_report::LoadReport;
 use crate::error::LoadError;

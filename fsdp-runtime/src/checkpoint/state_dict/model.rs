@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{DType, DispatchTensor, TensorData};
+use fsdp_kernels::codes::decoded_elements;
 
 use super::layout::LocalLayout;
 use super::options::StateDictOptions;
 use super::recipient::Recipient;
 use super::selection::Selection;
 use super::tensors::{FullState, LocalState, ShardedState, ShardedTensor, copied_data, reshaped};
-use crate::backend::codes::decoded_elements;
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::sharded_model::{LocalParam, ShardedModel, ignored_values, with_host_bytes};
 use crate::checkpoint::state::State;

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use burn::tensor::{DType, TensorData};
+use fsdp_kernels::codes::{needs_matrix, stored_data, widened_elements};
 
 use super::compare::{Comparison, compare_names};
 use super::layout::{LocalLayout, difference};
@@ -12,7 +13,6 @@ use super::recipient::Recipient;
 use super::report::Found;
 use super::selection::Selection;
 use super::tensors::{FullState, LocalState, ShardedState, copied_data};
-use crate::backend::codes::{needs_matrix, stored_data, widened_elements};
 use crate::checkpoint::load_report::LoadReport;
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::sharded_model::ShardedModel;

@@ -1,7 +1,9 @@
 //! Checks of collectives on codes of 8 and 4 bits.
 
 use super::*;
-use crate::backend::{codes, encoded};
+use fsdp_kernels::codes;
+
+use crate::backend::encoded;
 use crate::layout::{MatrixForm, StorageType};
 
 /// All-gathers matrices in codes, and decodes them into a gather buffer.

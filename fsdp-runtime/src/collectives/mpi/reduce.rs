@@ -7,11 +7,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::{DType, Shape};
+use fsdp_kernels::RankMean;
 
 use super::group::MpiGroup;
 use super::transfer::{Expected, Receive};
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend};
 use crate::collectives::op::Op;
 use crate::collectives::process_group::means_of;

@@ -9,9 +9,9 @@
 use std::ops::Range;
 
 use burn::tensor::{DType, FloatDType, Shape};
+use fsdp_kernels::RankMean;
 
 use super::group::NcclGroup;
-use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend};
 use crate::collectives::op::Op;
 use crate::collectives::process_group::{Reduce, means_of};

@@ -6,13 +6,14 @@ use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use super::channel::Channel;
 use super::error::StoreError;
 use super::greeting::Until;
 use super::rendezvous::Rendezvous;
 use super::secret::{Side, nonce};
 use super::wire::{
-    Answer, Challenge, Channel, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Response,
-    Welcome, receive, receive_up_to, send,
+    Answer, Challenge, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Response, Welcome,
+    receive, receive_up_to, send,
 };
 use crate::collectives::failure::FailureMessage;
 use crate::collectives::op::Op;

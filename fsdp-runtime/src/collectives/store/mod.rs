@@ -14,6 +14,7 @@
 //! A connection that closes without a farewell means that its process has ended. The other ranks
 //! learn this with their next notice or request. Nothing here needs a GPU.
 
+mod channel;
 mod client;
 mod error;
 mod greeting;

@@ -11,7 +11,7 @@ use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
-use super::wire::Channel;
+use super::channel::Channel;
 
 /// Environment variable with the secret of a run.
 pub(crate) const SECRET_VARIABLE: &str = "FSDP_RUN_SECRET";

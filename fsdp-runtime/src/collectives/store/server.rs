@@ -6,12 +6,13 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use super::channel::Channel;
 use super::greeting::{Unknown, Until};
 use super::heartbeats::Heartbeats;
 use super::secret::{RunSecret, Side, nonce};
 use super::wire::{
-    Answer, Challenge, Channel, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Response,
-    Welcome, receive, receive_up_to, send,
+    Answer, Challenge, GREETING, Hello, LARGEST_HELLO, Notice, Reply, Request, Response, Welcome,
+    receive, receive_up_to, send,
 };
 use crate::collectives::failure::{FailureMessage, static_name};
 use crate::collectives::hub::Hub;

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use super::channel::Channel;
 use super::error::StoreError;
 use super::greeting::Until;
 use super::host_group::HostGroup;
@@ -12,8 +13,7 @@ use super::rendezvous::Rendezvous;
 use super::secret::{RunSecret, Side};
 use super::server::Server;
 use super::wire::{
-    Challenge, Channel, GREETING, Hello, LARGEST_HELLO, Response, Welcome, receive, receive_up_to,
-    send,
+    Challenge, GREETING, Hello, LARGEST_HELLO, Response, Welcome, receive, receive_up_to, send,
 };
 use crate::collectives::op::Op;
 use crate::error::CollectiveError;

@@ -8,6 +8,7 @@ use std::marker::PhantomData;
 use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
+use super::channel::Channel;
 use super::secret::{Greeting, Nonce, Proof};
 use crate::collectives::failure::FailureMessage;
 
@@ -41,16 +42,6 @@ impl Hello {
 
 /// Name and version of this crate.
 pub(super) const GREETING: &str = concat!("fsdp-runtime ", env!("CARGO_PKG_VERSION"));
-
-/// Purpose of a connection. A rank has one of each kind, so that it can send notices while it
-/// waits for the reply to a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Channel {
-    /// The connection carries [`Request`]s.
-    Requests,
-    /// The connection carries [`Notice`]s.
-    Notices,
-}
 
 /// The answer of rank 0 to a [`Hello`].
 #[derive(Debug, Serialize, Deserialize)]

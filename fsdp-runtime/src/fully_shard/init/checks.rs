@@ -6,7 +6,7 @@ use crate::backend::{Float, ShardBackend};
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
 use crate::module::ParamIndex;
-use crate::param_group::plan::Plan;
+use crate::param_group::plan::ModelPlan;
 
 /// The findings of one rank while it initialises a model.
 #[derive(Default)]
@@ -59,7 +59,7 @@ impl Checks {
     /// # Errors
     ///
     /// [`ShardError::ValueMismatch`] names the first parameter that differs.
-    pub(super) fn compare_checksums(self, worker: &Worker, plan: &Plan) -> Result<(), Error> {
+    pub(super) fn compare_checksums(self, worker: &Worker, plan: &ModelPlan) -> Result<(), Error> {
         let all = worker.exchange_as("all_gather", "the initial values", self.checksums)?;
         for (rank, checksums) in worker.world().ranks().zip(&all) {
             let differs =

@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::launch::Worker;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor};
 use crate::options::FsdpOptions;
-use crate::param_group::plan::Plan;
+use crate::param_group::plan::ModelPlan;
 
 /// The ranks that initialise parameters.
 pub(in crate::fully_shard) struct InitOwners {
@@ -33,7 +33,7 @@ impl InitOwners {
     /// Finds the owners of a module's parameters. Every rank calls it.
     pub(in crate::fully_shard) fn new<M: FsdpModule>(
         module: &M,
-        plan: &Plan,
+        plan: &ModelPlan,
         worker: &Worker,
         options: &FsdpOptions,
     ) -> Result<Self, Error> {
@@ -78,7 +78,7 @@ impl InitOwners {
 }
 
 /// Returns, for each managed parameter, whether it has no value yet on this rank.
-fn lazy_params<M: FsdpModule>(module: &M, plan: &Plan) -> Vec<bool> {
+fn lazy_params<M: FsdpModule>(module: &M, plan: &ModelPlan) -> Vec<bool> {
     struct Lazy(Vec<bool>);
     impl ParamVisitor for Lazy {
         fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {

@@ -21,7 +21,7 @@ pub(super) fn broadcast<M: FsdpModule>(
     module: M,
 ) -> Result<M, Error> {
     let mut read = ReadStats { known, values: Vec::new() };
-    let sends = worker.rank().index() == 0;
+    let sends = worker.is_rank_zero();
     if sends {
         module.visit_params(&mut read);
     }

@@ -4,13 +4,13 @@ use crate::error::{Error, ShardError};
 use crate::launch::Worker;
 use crate::layout::Mesh;
 use crate::options::FsdpOptions;
-use crate::param_group::plan::Plan;
+use crate::param_group::plan::ModelPlan;
 
 /// Checks that all ranks have built the same model, with the same options and the same version of
 /// this crate.
 pub(in crate::fully_shard) fn check_same_model(
     worker: &Worker,
-    plan: &Plan,
+    plan: &ModelPlan,
     options: &FsdpOptions,
     mesh: Mesh,
 ) -> Result<(), Error> {

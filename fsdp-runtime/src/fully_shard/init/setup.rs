@@ -15,11 +15,11 @@ use crate::launch::Worker;
 use crate::module::{ParamIndex, RandomStream, Runtime};
 use crate::options::FsdpOptions;
 use crate::param_group::ParamSpec;
-use crate::param_group::plan::Plan;
+use crate::param_group::plan::ModelPlan;
 
 /// The settings that stay fixed while one model is initialised.
 pub(in crate::fully_shard) struct InitSetup<'a, B: ModelBackend> {
-    pub(in crate::fully_shard) plan: &'a Plan,
+    pub(in crate::fully_shard) plan: &'a ModelPlan,
     /// Parameters that are loaded after construction, and so are not initialised.
     pub(in crate::fully_shard) loaded_later: HashSet<ParamIndex>,
     pub(in crate::fully_shard) runtime: Arc<dyn Runtime>,

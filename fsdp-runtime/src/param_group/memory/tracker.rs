@@ -1,6 +1,6 @@
 //! Counters of a sharded model's memory, updated at every allocation and release.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::holders::{Holders, MemoryHolder};
@@ -106,6 +106,10 @@ pub(crate) struct MemoryTracker {
     host: Mutex<Place>,
     /// Whether the storage device is the host.
     offloaded: bool,
+    /// Whether an optimizer has stepped the model that does not report its state.
+    unknown_optimizer: AtomicBool,
+    /// Whether the optimizer's state was measured or reported.
+    measured_optimizer: AtomicBool,
     /// Most bytes that the device may hold, or `usize::MAX`.
     limit: AtomicUsize,
     /// It is locked after a count, never before.
@@ -121,6 +125,8 @@ impl MemoryTracker {
             device: Mutex::default(),
             host: Mutex::default(),
             offloaded,
+            unknown_optimizer: AtomicBool::new(false),
+            measured_optimizer: AtomicBool::new(false),
             limit: AtomicUsize::new(usize::MAX),
             exceeded: Mutex::default(),
             timeline: Mutex::default(),
@@ -157,6 +163,23 @@ impl MemoryTracker {
     /// Sets a kind to `bytes`.
     pub(crate) fn set(&self, kind: MemoryKind, bytes: usize) {
         self.change(kind, None, |_| bytes);
+    }
+
+    /// Records that an optimizer has stepped the model that does not report its state.
+    pub(crate) fn set_unknown_optimizer(&self) {
+        self.unknown_optimizer.store(true, Ordering::Relaxed);
+    }
+
+    /// Records that the optimizer's state was measured or reported.
+    pub(crate) fn set_measured_optimizer(&self) {
+        self.measured_optimizer.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether the counts of the host, or of the device, lack the optimizer's state.
+    pub(crate) fn lacks_optimizer(&self, on_host: bool) -> bool {
+        self.unknown_optimizer.load(Ordering::Relaxed)
+            && !self.measured_optimizer.load(Ordering::Relaxed)
+            && MemoryKind::Optimizer.is_on_host(self.offloaded) == on_host
     }
 
     /// Starts a record of at most `max_samples` changes, in place of a running one.

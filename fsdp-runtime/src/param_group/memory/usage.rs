@@ -37,13 +37,19 @@ pub struct Memory {
     /// and [`recompute`](crate::nn::recompute) keep for backward, if they are called in a unit's
     /// forward. An input of `recompute` counts in full, also if it is a gathered parameter.
     pub activations: Usage,
-    /// The optimizer's state, as [`Stats::record_optimizer`](crate::Stats::record_optimizer)
-    /// measured it, and the copy in f32 of a parameter that is stored in bf16, while it is stepped.
+    /// The optimizer's state, and the copy in f32 of a parameter that is stored in bf16, while it is
+    /// stepped.
+    ///
+    /// The optimizers of [`optim`](crate::optim) report their state at each step. That of any other is
+    /// counted once [`Stats::record_optimizer`](crate::Stats::record_optimizer) has measured it.
     pub optimizer: Usage,
     /// Moving averages of the parameters, which [`Ema`](crate::optim::Ema) keeps.
     pub averages: Usage,
     /// Sum of all kinds. Its peak may be below the sum of the kinds' peaks.
     pub total: Usage,
+    /// Whether an optimizer of another crate has stepped the model and was not measured, so that
+    /// [`optimizer`](Self::optimizer) and [`total`](Self::total) lack its state.
+    pub lacks_optimizer: bool,
 }
 
 impl Memory {
@@ -131,6 +137,11 @@ impl fmt::Display for Memory {
             if name == "averages" && usage.peak == 0 {
                 continue;
             }
+            if name == "optimizer" && self.lacks_optimizer {
+                let call = "call `stats().record_optimizer(&optimizer)`";
+                write!(f, "\n{name:<12}not recorded: {call}")?;
+                continue;
+            }
             write!(f, "\n{name:<12}{:>12.2}{:>12.2}", mib(usage.now), mib(usage.peak))?;
         }
         Ok(())
@@ -153,6 +164,7 @@ mod tests {
             optimizer: mib(1024, 1024),
             averages: Usage::default(),
             total: Usage { now: 7171 << 18, peak: 13_315 << 18 },
+            lacks_optimizer: false,
         };
         let expected = "\
 MiB per rank         now        peak
@@ -166,5 +178,8 @@ total            1792.75     3328.75";
         assert_eq!(memory.to_string(), expected);
         let averaged = Memory { averages: mib(2, 3), ..memory }.to_string();
         assert!(averaged.contains("averages            2.00        3.00"), "{averaged}");
+        let lacking = Memory { lacks_optimizer: true, ..memory }.to_string();
+        let line = lacking.lines().find(|line| line.starts_with("optimizer")).unwrap();
+        assert_eq!(line, "optimizer   not recorded: call `stats().record_optimizer(&optimizer)`");
     }
 }

@@ -18,4 +18,4 @@ mod unknown_types;
 mod wrapped_units;
 
 pub(crate) use self::found::{IgnoredParam, Key, SHARDED};
-pub(crate) use self::model::Plan;
+pub(crate) use self::model::ModelPlan;

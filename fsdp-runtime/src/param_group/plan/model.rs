@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{DType, Device};
+use fsdp_kernels::computes;
 
 use super::super::unit::{Placement, Unit};
 use super::found::{F32Module, Found, FoundParam, FoundUnit, IgnoredParam, Key};
@@ -12,7 +13,6 @@ use super::ties::{check_clones, resolve_ties};
 use super::unit_builder::UnitBuilder;
 use super::unknown_types::unknown_type;
 use crate::backend::DeviceKind;
-use crate::backend::kernels::computes;
 use crate::error::ShardError;
 use crate::layout::Mesh;
 use crate::module::{FsdpModule, ParamIndex};
@@ -20,7 +20,7 @@ use crate::options::{ActivationCheckpointing, FsdpOptions, computed, leads_to};
 
 /// The units and parameters of a model, with the part of each parameter that one rank stores.
 #[derive(Debug)]
-pub(crate) struct Plan {
+pub(crate) struct ModelPlan {
     /// Units, in layout order.
     pub(crate) units: Vec<Unit>,
     /// Unit and position of each parameter, in the order of a traversal; `None` for an ignored one.
@@ -33,7 +33,7 @@ pub(crate) struct Plan {
     pub(crate) device: Device,
 }
 
-impl Plan {
+impl ModelPlan {
     /// Plans the sharding of `module` for the rank of `mesh`.
     ///
     /// # Errors

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use burn::tensor::DispatchTensor;
+use fsdp_kernels::RandomRounding;
 
 use super::core::Schedule;
-use crate::backend::kernels::RandomRounding;
+use super::recompute_first_run::is_tracked;
 use crate::backend::{ModelBackend, StoredTensor};
 use crate::collectives::comm::Communicator;
 use crate::error::Error;
@@ -28,6 +29,8 @@ pub(crate) trait ScheduleState {
     fn random(&self) -> &Arc<RandomStream>;
     /// Starts a backward pass. `accumulate` says that another one of the same step follows.
     fn begin_backward(&self, accumulate: bool);
+    /// Returns whether a tensor is on an autodiff graph.
+    fn is_tracked(&self, tensor: DispatchTensor) -> bool;
     /// Ends a backward pass.
     fn finish_backward(&self) -> Result<(), Error>;
     /// Takes the reduced gradient of a parameter. Returns `None` if there is none, or if it was
@@ -70,6 +73,10 @@ impl<B: ModelBackend> ScheduleState for Schedule<B> {
 
     fn begin_backward(&self, accumulate: bool) {
         self.begin_backward_pass(accumulate);
+    }
+
+    fn is_tracked(&self, tensor: DispatchTensor) -> bool {
+        is_tracked::<B>(tensor)
     }
 
     fn finish_backward(&self) -> Result<(), Error> {

@@ -3,6 +3,7 @@
 
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
+use fsdp_kernels::takes;
 
 use super::super::autodiff::Depth;
 use super::core::Schedule;
@@ -11,7 +12,7 @@ use super::reduce::total_bytes;
 use super::state::{RunningBackward, State};
 use super::unit_call::UnitCall;
 use super::unit_state::ShardState;
-use crate::backend::{Float, ModelBackend, Raw, bytes, cast_model, kernels};
+use crate::backend::{Float, ModelBackend, Raw, bytes, cast_model};
 use crate::error::Error;
 use crate::module::CallId;
 use crate::options::BackwardPrefetch;
@@ -201,7 +202,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// dtype.
     pub(super) fn reduces_as(&self, found: DType, wanted: DType) -> bool {
         let shares_device = self.settings.groups.shard.shares_device::<Raw<B>>();
-        shares_device && wanted == DType::F32 && kernels::takes(found)
+        shares_device && wanted == DType::F32 && takes(found)
     }
 
     /// Starts a backward pass. `accumulate` says that another one of the same step follows.

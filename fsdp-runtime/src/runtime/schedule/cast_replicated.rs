@@ -5,18 +5,19 @@
 
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
+use fsdp_kernels::takes;
 
 use super::core::Schedule;
 use super::state::State;
 use crate::backend::{
-    Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, cast_all_model, kernels,
+    Float, ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, cast_all_model,
 };
 use crate::param_group::Placement;
 
 impl<B: ModelBackend> Schedule<B> {
     /// Casts the replicated parameters of a unit to the dtypes that compute, for one forward.
     ///
-    /// In host memory nothing is launched, so [`val()`](Self::value_of) casts a parameter when it
+    /// In host memory nothing is launched, so [`val()`](Self::materialize) casts a parameter when it
     /// is read.
     pub(super) fn cast_replicated(&self, state: &mut State<B>, index: usize) {
         if Raw::<B>::IN_HOST_MEMORY || self.settings.storage != StorageDevice::Device {
@@ -75,7 +76,7 @@ impl<B: ModelBackend> Schedule<B> {
 
 /// Returns whether a tensor of dtype `found` needs a cast to `wanted` that the kernels know.
 fn is_cast(found: DType, wanted: DType) -> bool {
-    found != wanted && kernels::takes(found) && kernels::takes(wanted)
+    found != wanted && takes(found) && takes(wanted)
 }
 
 /// Casts tensors, each given with an index and a dtype. Those of one dtype share launches.

@@ -9,6 +9,7 @@ use super::whole_step::{Step, Whole};
 use crate::backend::{ModelBackend, Norm, Raw, ShardBackend, StoredTensor, decoded};
 use crate::collectives::Op;
 use crate::error::Error;
+use crate::layout::Rank;
 use crate::module::ParamIndex;
 use crate::param_group::Placement;
 
@@ -20,6 +21,8 @@ pub(crate) trait ScheduleCollectives {
         gradients: Vec<(ParamIndex, DispatchTensor)>,
         norm: Norm,
     ) -> Result<f64, Error>;
+    /// Returns the first of the parameters that the ranks name, with the lowest rank that names it.
+    fn first_of_ranks(&self, own: Option<ParamIndex>) -> Result<Option<(ParamIndex, Rank)>, Error>;
     /// Returns a full parameter, given its base. Returns `None` on a rank whose `keep` is `false`.
     fn full(
         &self,
@@ -101,6 +104,15 @@ impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
         let sum = partial.into_iter().chain(StoredTensor::norm_sums(replicated, norm));
         // `-0.0` is the neutral element of float addition.
         Ok(norm.root(sum.fold(-0.0, |sum, part| norm.add(sum, part))))
+    }
+
+    fn first_of_ranks(&self, own: Option<ParamIndex>) -> Result<Option<(ParamIndex, Rank)>, Error> {
+        let own = own.map(|index| (index.unit, index.param));
+        let op = Op::new("all_gather", "parameters with non-finite gradients");
+        let all = self.comm.issue(move |group| group.exchange(&op, own)).wait()?;
+        let ranks = self.settings.mesh.world.ranks();
+        let named = ranks.zip(&all).filter_map(|(rank, own)| Some(((**own)?, rank)));
+        Ok(named.min().map(|((unit, param), rank)| (ParamIndex { unit, param }, rank)))
     }
 
     fn full(

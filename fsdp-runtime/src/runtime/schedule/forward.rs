@@ -18,7 +18,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// Gathers a unit for its forward and prefetches the next one. Returns `None` if a forward of
     /// the unit is already running. `params` are the parameters of the module that runs, which is a part
     /// of a unit of several fields.
-    pub(super) fn begin_forward(
+    pub(super) fn pre_forward(
         &self,
         unit: usize,
         params: &[usize],
@@ -52,13 +52,13 @@ impl<B: ModelBackend> Schedule<B> {
         // The unit is in use from here on, so a prefetch does not take its gather buffers.
         self.prefetch_next(state, at, unit)?;
         drop(span);
-        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::begin_forward");
+        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::pre_forward");
         self.tracker.mark_forward(unit);
         Ok(Some(call))
     }
 
     /// Returns an input in the compute dtype of a unit.
-    pub(super) fn cast_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
+    pub(super) fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
         let Some(dtype) = self.units[unit].precision.input else { return input };
         match B::from_dispatch(input.clone()) {
             Some(value) if value.dtype() != dtype => B::into_dispatch(value.cast(Some(dtype))),
@@ -68,7 +68,7 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Returns an output of a unit in the unit's output dtype, outside of the gather buffers, with
     /// a hook on its gradient. The hook gathers the unit for backward, or recomputes its forward.
-    pub(super) fn hooked_output(
+    pub(super) fn hook_output(
         self: Arc<Self>,
         id: CallId,
         output: DispatchTensor,
@@ -119,12 +119,12 @@ impl<B: ModelBackend> Schedule<B> {
     }
 
     /// Ends a forward, and reshards the unit unless its backward is the next one.
-    pub(super) fn end_forward(&self, id: CallId) -> Result<(), Error> {
+    pub(super) fn post_forward(&self, id: CallId) -> Result<(), Error> {
         let mut guard = self.lock();
         let state = &mut *guard;
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
         let unit = call.unit;
-        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::end_forward");
+        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::post_forward");
         let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_forward", unit = %self.units[unit].name).entered();
         call.ordering_inputs.clear();
         self.close_forward(state, unit);
@@ -159,11 +159,11 @@ impl<B: ModelBackend> Schedule<B> {
     }
 
     /// Ends a forward that panicked.
-    pub(super) fn discard_forward(&self, id: CallId) {
+    pub(super) fn abort_forward(&self, id: CallId) {
         let mut guard = self.lock();
         let state = &mut *guard;
         if let Some(call) = state.calls.remove(&id) {
-            tracing::trace!(target: "fsdp::trace", unit = %self.units[call.unit].name, "fsdp::end_forward");
+            tracing::trace!(target: "fsdp::trace", unit = %self.units[call.unit].name, "fsdp::post_forward");
             self.close_forward(state, call.unit);
             self.discard_groups(state, call.unit);
             self.reshard(state, call.unit);

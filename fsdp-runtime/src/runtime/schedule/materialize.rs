@@ -18,7 +18,7 @@ use crate::param_group::{Placement, Unit};
 impl<B: ModelBackend> Schedule<B> {
     /// Returns the full value of a parameter, given its base. The value is tracked if the parameter
     /// is trainable and the present forward records a graph.
-    pub(super) fn value_of(
+    pub(super) fn materialize(
         &self,
         index: ParamIndex,
         base: DispatchTensor,

@@ -7,7 +7,7 @@ use super::counters::Counts;
 use crate::backend::{ModelBackend, Raw, ShardBackend, StorageDevice};
 use crate::error::Error;
 use crate::module::ParamIndex;
-use crate::param_group::memory::{Counted, Memory, MemoryHandle, MemoryKind};
+use crate::param_group::memory::{Counted, Memory, MemoryHandle, MemoryKind, StateSize};
 
 /// The metrics of a schedule on this rank.
 pub(crate) trait ScheduleMetrics {
@@ -25,9 +25,10 @@ pub(crate) trait ScheduleMetrics {
     fn memory(&self) -> Memory;
     /// Returns the memory that the model uses on the host in place of the device, by kind.
     fn host_memory(&self) -> Memory;
-    /// Sets the size of the optimizer's state, in bytes: that of parameters, and that of the probes of
-    /// the optimizer's check.
+    /// Sets the size of the optimizer's state, as the program measured it.
     fn record_optimizer(&self, bytes: usize, of_probes: usize);
+    /// Sets the size of the optimizer's state after a step, as the optimizers of this crate report it.
+    fn report_optimizer(&self, size: StateSize);
     /// Counts the copy in f32 of a parameter that is being stepped, until the value is dropped.
     fn count_step_copy(&self, index: ParamIndex) -> Counted;
     /// Counts the averages of parameters, of a size in bytes, until the returned value is dropped.
@@ -62,14 +63,17 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
     }
 
     fn memory(&self) -> Memory {
-        self.tracker.device()
+        let lacks_optimizer = self.tracker.lacks_optimizer(false);
+        Memory { lacks_optimizer, ..self.tracker.device() }
     }
 
     fn host_memory(&self) -> Memory {
-        self.tracker.host()
+        let lacks_optimizer = self.tracker.lacks_optimizer(true);
+        Memory { lacks_optimizer, ..self.tracker.host() }
     }
 
     fn record_optimizer(&self, bytes: usize, of_probes: usize) {
+        self.tracker.set_measured_optimizer();
         let with_params =
             Raw::<B>::IN_HOST_MEMORY || self.settings.storage != StorageDevice::Device;
         if with_params {
@@ -77,6 +81,13 @@ impl<B: ModelBackend> ScheduleMetrics for Schedule<B> {
         }
         self.tracker.set(MemoryKind::Optimizer, bytes);
         self.tracker.set(MemoryKind::OptimizerProbes, of_probes);
+    }
+
+    fn report_optimizer(&self, size: StateSize) {
+        match size {
+            StateSize::Known { params, probes } => self.record_optimizer(params, probes),
+            StateSize::Unknown => self.tracker.set_unknown_optimizer(),
+        }
     }
 
     fn count_step_copy(&self, index: ParamIndex) -> Counted {

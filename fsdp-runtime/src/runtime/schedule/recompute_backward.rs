@@ -46,7 +46,7 @@ impl<B: ModelBackend> Schedule<B> {
             let _draws = Playback::start(forward.draws);
             (forward.run)(&mut restore)
         };
-        guard.end_forward();
+        guard.post_forward();
         let root = self.backward_root(guard.unit, found, expected)?;
         let mut gradients = root.map(|root| root.backward());
         guard.end()?;
@@ -190,7 +190,7 @@ impl<'a, B: ModelBackend> RecomputeGuard<'a, B> {
     }
 
     /// Ends the forward and starts the backward.
-    fn end_forward(&mut self) {
+    fn post_forward(&mut self) {
         let mut guard = self.schedule.lock();
         let state = &mut *guard;
         self.schedule.close_forward(state, self.unit);

@@ -1,6 +1,6 @@
 //! The first run of a recomputed unit's forward, which records no graph and saves the inputs.
 //!
-//! From `begin_first_run` to the `post_forward` of the call, every parameter is handed out without
+//! From `begin_recomputed_forward` to the `post_forward` of the call, every parameter is handed out without
 //! its leaf. The units inside are gathered and resharded as usual, but leave no graph.
 
 use std::ops::RangeInclusive;
@@ -22,7 +22,7 @@ use crate::param_group::memory::{Counted, MemoryKind};
 impl<B: ModelBackend> Schedule<B> {
     /// Begins the first run of a call, if the unit is recomputed in backward and the call would
     /// otherwise record a graph. Returns whether it did.
-    pub(super) fn begin_first_run(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
+    pub(super) fn begin_recomputed_forward(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
         let mut guard = self.lock();
         let state = &mut *guard;
         let Some(unit) = self.unit_to_recompute(state, id) else { return false };
@@ -48,7 +48,7 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Returns the name and the type of the unit of a call that is recomputed in backward, if a
     /// parameter of it is trained.
-    pub(super) fn recomputed_unit_of(&self, id: CallId) -> Option<(String, &'static str)> {
+    pub(super) fn recomputed_unit(&self, id: CallId) -> Option<(String, &'static str)> {
         let state = self.lock();
         let unit = self.unit_to_recompute(&state, id)?;
         self.first_leaf(&state, unit)?;
@@ -84,7 +84,7 @@ impl<B: ModelBackend> Schedule<B> {
     }
 
     /// Returns an input of a recomputed call without its graph, and saves the input's node.
-    pub(super) fn without_graph(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
+    pub(super) fn detach_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
         let mut state = self.lock();
         let Some(forward) = recomputed_forward(&mut state, id) else { return input };
         match B::from_dispatch(input.clone()) {
@@ -106,7 +106,7 @@ impl<B: ModelBackend> Schedule<B> {
     /// Offloads an input to the host if the options say so. Returns the tensor to keep on the
     /// device: the input itself, or one element after an offload. Inputs arrive in the order in
     /// which they were detached.
-    pub(super) fn offload_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
+    pub(super) fn save_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
         if !self.settings.offload_activations {
             return input;
         }
@@ -128,7 +128,7 @@ impl<B: ModelBackend> Schedule<B> {
     }
 
     /// Saves a recomputed forward with its inputs, after the first run.
-    pub(super) fn save_first_run(&self, id: CallId, forward: SavedForward) {
+    pub(super) fn save_forward(&self, id: CallId, forward: SavedForward) {
         let mut guard = self.lock();
         let state = &mut *guard;
         let unit = state.calls.get(&id).map(|call| call.unit);
@@ -166,7 +166,7 @@ impl<B: ModelBackend> Schedule<B> {
 }
 
 /// Returns whether a tensor is a tracked float tensor of the backend `B`.
-fn is_tracked<B: ModelBackend>(tensor: DispatchTensor) -> bool {
+pub(super) fn is_tracked<B: ModelBackend>(tensor: DispatchTensor) -> bool {
     matches!(B::from_dispatch(tensor), Some(FloatTensor::Autodiff(tensor, _)) if tensor.is_tracked())
 }
 

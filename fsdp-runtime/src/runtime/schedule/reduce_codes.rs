@@ -5,8 +5,8 @@
 //! in rank order. So an element is quantised once, whatever the number of ranks.
 
 use burn::tensor::{DType, FloatDType, Shape};
+use fsdp_kernels::RankMean;
 
-use crate::backend::kernels::RankMean;
 use crate::backend::{Float, ShardBackend, encoded};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};

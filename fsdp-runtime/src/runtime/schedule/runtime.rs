@@ -46,43 +46,43 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         params: &[usize],
         inputs: Vec<DispatchTensor>,
     ) -> Result<Option<CallId>, Error> {
-        self.begin_forward(unit, params, inputs)
+        self.pre_forward(unit, params, inputs)
     }
 
     fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
-        self.cast_input(unit, input)
+        self.map_input(unit, input)
     }
 
     fn begin_recomputed_forward(&self, id: CallId, inputs: Vec<DispatchTensor>) -> bool {
-        self.begin_first_run(id, inputs)
+        self.begin_recomputed_forward(id, inputs)
     }
 
     fn recomputed_unit(&self, id: CallId) -> Option<(String, &'static str)> {
-        self.recomputed_unit_of(id)
+        self.recomputed_unit(id)
     }
 
     fn detach_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
-        self.without_graph(id, input)
+        self.detach_input(id, input)
     }
 
     fn save_input(&self, id: CallId, input: DispatchTensor) -> DispatchTensor {
-        self.offload_input(id, input)
+        self.save_input(id, input)
     }
 
     fn save_forward(&self, id: CallId, forward: SavedForward) {
-        self.save_first_run(id, forward);
+        self.save_forward(id, forward);
     }
 
     fn hook_output(self: Arc<Self>, id: CallId, output: DispatchTensor) -> DispatchTensor {
-        self.hooked_output(id, output)
+        self.hook_output(id, output)
     }
 
     fn post_forward(&self, id: CallId) -> Result<(), Error> {
-        self.end_forward(id)
+        self.post_forward(id)
     }
 
     fn abort_forward(&self, id: CallId) {
-        self.discard_forward(id);
+        self.abort_forward(id);
     }
 
     fn materialize(
@@ -90,6 +90,6 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         index: ParamIndex,
         base: DispatchTensor,
     ) -> Result<DispatchTensor, Error> {
-        self.value_of(index, base)
+        Self::materialize(&self, index, base)
     }
 }

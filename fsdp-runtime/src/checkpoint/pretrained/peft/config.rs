@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::CONFIG;
 use super::options::SaveAdapters;
-use super::plan::Plan;
+use super::plan::AdapterFiles;
 use crate::error::LoadError;
 use crate::module::lora::LoraConfig;
 
@@ -84,7 +84,7 @@ impl PeftConfig {
     /// # Errors
     ///
     /// [`LoadError::Adapters`] if not.
-    pub(super) fn check(&self, plan: &Plan<'_>) -> Result<(), LoadError> {
+    pub(super) fn check(&self, plan: &AdapterFiles<'_>) -> Result<(), LoadError> {
         let (found, expected) = (self.alpha / self.rank as f64, plan.scale);
         let same_scale = (found - expected).abs() <= 1e-6 * expected.abs();
         if self.rank == plan.rank && same_scale {
@@ -135,7 +135,7 @@ impl LoraConfig {
 }
 
 /// Returns the text of `adapter_config.json` of a model.
-pub(super) fn config_text(plan: &Plan<'_>, options: &SaveAdapters) -> Vec<u8> {
+pub(super) fn config_text(plan: &AdapterFiles<'_>, options: &SaveAdapters) -> Vec<u8> {
     // An alpha of a whole number is written as one, as PEFT does.
     let alpha = plan.scale * plan.rank as f64;
     let alpha = match alpha.round() {

@@ -7,7 +7,7 @@ use super::super::matching::{MatchedTensor, WantedTensor, match_tensors};
 use super::super::options::LoadOptions;
 use super::super::source::Source;
 use super::config::PeftConfig;
-use super::plan::{PeftTensor, Plan};
+use super::plan::{AdapterFiles, PeftTensor};
 use super::{WEIGHTS, WEIGHTS_BIN};
 use crate::checkpoint::load_report::LoadReport;
 use crate::checkpoint::ranks::Ranks;
@@ -48,7 +48,7 @@ fn match_adapters<M: FsdpModule>(
     let config = PeftConfig::read(folder)?;
     let names = [WEIGHTS, WEIGHTS_BIN].map(|name| folder.join(name));
     let file = names.iter().find(|file| file.is_file()).unwrap_or(&names[0]);
-    let plan = Plan::new(model)
+    let plan = AdapterFiles::new(model)
         .map_err(|reason| LoadError::Adapters { file: file.display().to_string(), reason })?;
     config.check(&plan)?;
     let source = Source::open(file)?;

@@ -26,7 +26,7 @@ pub(super) struct PeftTensor<'a> {
 
 /// The tensors of PEFT's file by name, and the settings that describe them.
 #[derive(Debug)]
-pub(super) struct Plan<'a> {
+pub(super) struct AdapterFiles<'a> {
     pub(super) tensors: BTreeMap<String, PeftTensor<'a>>,
     pub(super) rank: usize,
     /// Factor of the product of the two factors of an adapter.
@@ -38,7 +38,7 @@ pub(super) struct Plan<'a> {
     pub(super) fan_in_fan_out: bool,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> AdapterFiles<'a> {
     /// Returns the plan of a model; it is the same on every rank.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use super::super::save::write_file;
 use super::super::weights_files::{TensorToWrite, WeightsFile};
 use super::config::config_text;
 use super::options::SaveAdapters;
-use super::plan::{PeftTensor, Plan};
+use super::plan::{AdapterFiles, PeftTensor};
 use super::{CONFIG, WEIGHTS};
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::state::State;
@@ -69,7 +69,7 @@ fn plan_file<M: FsdpModule>(
         };
         return Err(SaveError::FileName { name: name.clone(), reason });
     }
-    let plan = Plan::new(model).map_err(|reason| SaveError::Adapters { reason })?;
+    let plan = AdapterFiles::new(model).map_err(|reason| SaveError::Adapters { reason })?;
     let config = config_text(&plan, options);
     let dtype = options.files.dtype.safetensors();
     let to_write = |(name, PeftTensor { target, spec, transposed }): (String, PeftTensor<'_>)| {

@@ -1,0 +1,1 @@
+../../../tests/support/trace_schema.rs

@@ -1,0 +1,85 @@
+//! Attention without its score matrix: arguments, and the form in blocks of queries.
+
+mod blocks;
+pub(super) mod composed;
+
+use burn::tensor::DType;
+
+#[cfg(feature = "cube")]
+pub(super) use self::blocks::{Block, BlockOps, backward, forward};
+use super::mask::MaskSource;
+
+/// Queries whose dropout masks are numbered together: element (batch, head, query, key) of a block of
+/// queries has the number that it has in a mask of shape `[batch, heads, queries, keys]`, with the
+/// keys padded to whole batches of the random generator. The last block of queries may be smaller.
+pub const MASK_ROWS: usize = 128;
+
+/// Numbers and flags of an attention.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionRule {
+    /// Whether a query sees only the keys up to its own position. The last query has the position of
+    /// the last key.
+    pub causal: bool,
+    /// Factor of the products of queries and keys.
+    pub scale: f64,
+    /// Dropout of the attention weights.
+    pub dropout: Option<MaskSource>,
+}
+
+/// Tensors that attention reads, of one dtype.
+#[derive(Clone, Debug)]
+pub struct AttentionTensors<T> {
+    /// `[batch, heads, queries, width]`
+    pub query: T,
+    /// `[batch, heads, keys, width]`
+    pub key: T,
+    /// `[batch, heads, keys, value width]`
+    pub value: T,
+    /// Number to add to all scores of a key, `[batch, keys]`: 0 or negative infinity.
+    pub bias: Option<T>,
+}
+
+impl<T> AttentionTensors<T> {
+    /// Returns references to the tensors.
+    pub fn each_ref(&self) -> AttentionTensors<&T> {
+        let Self { query, key, value, bias } = self;
+        AttentionTensors { query, key, value, bias: bias.as_ref() }
+    }
+
+    /// Applies `f` to each tensor.
+    pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> AttentionTensors<U> {
+        AttentionTensors {
+            query: f(self.query),
+            key: f(self.key),
+            value: f(self.value),
+            bias: self.bias.map(f),
+        }
+    }
+
+    /// Returns query, key, value, and the bias if there is one.
+    pub fn into_vec(self) -> Vec<T> {
+        [self.query, self.key, self.value].into_iter().chain(self.bias).collect()
+    }
+
+    /// Returns the tensors of a list that [`into_vec`](Self::into_vec) returned.
+    pub fn from_vec(tensors: Vec<T>) -> Self {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("query, key and value");
+        let (query, key, value) = (next(), next(), next());
+        Self { query, key, value, bias: tensors.next() }
+    }
+}
+
+impl MaskSource {
+    /// Returns the source of the masks of one block of [`MASK_ROWS`] queries.
+    pub fn of_block(self, block: usize) -> Self {
+        let key = u64::from(self.key[1]) << 32 | u64::from(self.key[0]);
+        let key = crate::mix(key ^ crate::mix(block as u64));
+        Self { key: [key as u32, (key >> 32) as u32], ..self }
+    }
+}
+
+/// Returns the dtype of scores and sums.
+fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}

@@ -1,0 +1,266 @@
+//! The operations that each backend implements as kernels.
+
+use std::ops::Range;
+
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{DType, Shape};
+
+use super::attention::{AttentionRule, AttentionTensors, composed};
+use super::batched_steps::StepBatch;
+use super::cross_entropy::{self, LossResults, LossRule, LossTensors};
+use super::mask::MaskSource;
+use super::random_rounding::RandomRounding;
+use super::update_rules::{AdamStep, SgdStep};
+use crate::StorageType;
+use crate::norm::Norm;
+use crate::tensor::Float;
+
+/// Kernels of one backend, on tensors of f32, bf16 and f16.
+///
+/// Offsets and ranges count elements of the flattened tensor. An implementation panics if an offset
+/// or a range exceeds a tensor: callers inside this crate compute them, and the public functions of
+/// `kernels` check theirs. "In place" means: in the tensor's own memory if no other tensor shares
+/// that memory, else in a copy.
+pub trait Kernels: Backend {
+    /// Copies each tensor into `buffer` from the given offset on, rounded to the buffer's dtype.
+    /// The rest of the buffer keeps its elements. In place.
+    fn pack(parts: Vec<(Float<Self>, usize)>, buffer: Float<Self>) -> Float<Self>;
+
+    /// Copies parts of `buffer`, given by offset and shape, to new tensors: divided in f32 by
+    /// `divisor` if there is one, then rounded to `dtype`.
+    fn unpack(
+        buffer: Float<Self>,
+        parts: Vec<(usize, Shape)>,
+        dtype: DType,
+        divisor: Option<f32>,
+    ) -> Vec<Float<Self>>;
+
+    /// Copies a tensor: divided in f32 by `divisor` if there is one, then rounded to `dtype`.
+    fn cast(tensor: Float<Self>, dtype: DType, divisor: Option<f32>) -> Float<Self>;
+
+    /// Casts tensors to `dtype`. On CubeCL devices they share kernel launches, and the results share
+    /// an allocation.
+    fn cast_all(tensors: Vec<Float<Self>>, dtype: DType) -> Vec<Float<Self>> {
+        tensors.into_iter().map(|tensor| Self::cast(tensor, dtype, None)).collect()
+    }
+
+    /// Returns the elements of records of codes, rounded from f32 to `dtype`.
+    ///
+    /// `codes` are the words of the records, as f32 elements with their bits. The last record may
+    /// have more elements than `shape`. Products and sums round as
+    /// `backend::codes::decode` does.
+    fn decode(codes: Float<Self>, storage: StorageType, shape: Shape, dtype: DType) -> Float<Self>;
+
+    /// Returns the records of elements `range` as [`StorageType::Int8`] has them, in blocks counted from
+    /// the start of the range: the words that `backend::codes::encode` makes, as f32 elements with their
+    /// bits.
+    fn encode_int8(tensor: Float<Self>, range: Range<usize>, block: usize) -> Float<Self>;
+
+    /// Returns the means, in f32 and in the order given. Each element of a mean depends only on the
+    /// parts' elements at its index.
+    fn rank_means(means: Vec<RankMean<Float<Self>>>) -> Vec<Float<Self>>;
+
+    /// Returns for each tensor the partial sums over its elements in the range.
+    fn sums(parts: &[(Float<Self>, Range<usize>)], norm: Norm) -> Vec<Sums>;
+
+    /// Multiplies the tensors by `factor` in place. Also returns the partial sums of each product.
+    fn unscale(tensors: Vec<Float<Self>>, factor: f32, norm: Norm)
+    -> (Vec<Float<Self>>, Vec<Sums>);
+
+    /// Returns the tensor multiplied by a dropout mask. The mask is generated on the fly and not
+    /// stored.
+    fn dropout(tensor: Float<Self>, source: &MaskSource) -> Float<Self>;
+
+    /// Returns f32 elements rounded to bf16 at random, as
+    /// [`random_rounding`](super::random_rounding) describes.
+    fn round_at_random(tensor: Float<Self>, rounding: &RandomRounding) -> Float<Self>;
+
+    /// Returns `x · Φ(x)` for each element, where Φ is the standard normal distribution, with an
+    /// error below 3e-7 · max(1, |x|) before it is rounded to the tensor's dtype. Flex takes f32
+    /// only.
+    fn gelu(tensor: Float<Self>) -> Float<Self>;
+
+    /// Returns the gradient of the tensor that [`gelu`](Self::gelu) was applied to, given that of
+    /// the result. Both have one shape and dtype.
+    fn gelu_backward(tensor: Float<Self>, grad: Float<Self>) -> Float<Self>;
+
+    /// Normalises each row of the last dimension to mean 0 and variance 1, then multiplies it by
+    /// `gamma` and adds `beta`. Means and variances are in f32; `epsilon` is added to the variance.
+    ///
+    /// The tensor has at least one element. `gamma` and `beta` have its dtype and a row's length. Flex
+    /// takes f32 only, here and in the other functions on rows.
+    fn layer_norm(
+        tensor: Float<Self>,
+        gamma: Float<Self>,
+        beta: Option<Float<Self>>,
+        epsilon: f32,
+    ) -> Float<Self>;
+
+    /// Returns the gradients of the tensor, of `gamma` and of `beta`, given that of the result of
+    /// [`layer_norm`](Self::layer_norm). Sums are in f32.
+    fn layer_norm_backward(
+        tensor: Float<Self>,
+        gamma: Float<Self>,
+        grad: Float<Self>,
+        epsilon: f32,
+    ) -> [Float<Self>; 3];
+
+    /// Returns the softmax of each row of the last dimension. Its sum is in f32. A row with a NaN, and
+    /// one whose largest element is infinite, is all NaN. The tensor has at least one element.
+    fn softmax(tensor: Float<Self>) -> Float<Self>;
+
+    /// Returns the gradient of the tensor that [`softmax`](Self::softmax) was applied to, given the
+    /// result and its gradient.
+    fn softmax_backward(result: Float<Self>, grad: Float<Self>) -> Float<Self>;
+
+    /// Returns the attention `softmax(scale · query · keyᵀ + bias) · value`, and for each query the
+    /// logarithm of the sum of the exponentials of its scores, `[batch, heads, queries, 1]`, in f32 or in
+    /// f64. The output of a query whose keys are all hidden is 0.
+    ///
+    /// No dimension is 0. The tensors have one floating-point dtype. Memory beyond the results is
+    /// linear in the number of queries and in that of keys.
+    fn tiled_attention(
+        tensors: &AttentionTensors<Float<Self>>,
+        rule: &AttentionRule,
+    ) -> [Float<Self>; 2] {
+        composed::forward::<Self>(tensors, rule, Self::dropout)
+    }
+
+    /// Returns the gradients of query, key and value, given the results of
+    /// [`tiled_attention`](Self::tiled_attention) and the gradient of the first.
+    fn tiled_attention_backward(
+        tensors: &AttentionTensors<Float<Self>>,
+        results: &[Float<Self>; 2],
+        grad: &Float<Self>,
+        rule: &AttentionRule,
+    ) -> [Float<Self>; 3] {
+        composed::backward::<Self>(tensors, results, grad, rule, Self::dropout)
+    }
+
+    /// Returns the cross-entropy of `hidden · weight + bias` over all rows, and its gradients. The logits
+    /// exist only for as many rows as the rule says.
+    ///
+    /// No dimension is 0. The tensors have one floating-point dtype. Results are in f32, or in f64 for
+    /// tensors of f64.
+    fn linear_cross_entropy(
+        tensors: &LossTensors<Float<Self>>,
+        rule: &LossRule,
+    ) -> LossResults<Float<Self>> {
+        cross_entropy::forward::<Self>(tensors, rule)
+    }
+
+    /// Returns a tensor times a factor of shape `[1]` and of the tensor's dtype, rounded to `dtype`.
+    fn scale(tensor: Float<Self>, factor: Float<Self>, dtype: DType) -> Float<Self> {
+        let ones = Shape::from(vec![1; tensor.shape().num_dims()]);
+        let product = Self::float_mul(tensor, Self::float_reshape(factor, ones));
+        Self::float_cast(product, dtype.into())
+    }
+
+    /// Returns a new f32 tensor of zeros.
+    fn zeros(device: &Self::Device, shape: Shape) -> Float<Self> {
+        Self::float_zeros(shape, device, DType::F32.into())
+    }
+
+    /// Runs one step of Adam or AdamW on f32 tensors of equal length, each updated in place.
+    ///
+    /// If there is a batch, the step may run as late as the end of the batch's
+    /// [`scope`](super::batched_steps::scope): until then the caller must not read the tensors.
+    fn adam(
+        step: &AdamStep,
+        grad: Float<Self>,
+        tensors: AdamTensors<Float<Self>>,
+        batch: Option<&StepBatch>,
+    ) -> AdamTensors<Float<Self>>;
+
+    /// Runs one step of SGD on f32 tensors of equal length, each updated in place; with momentum if
+    /// there is a velocity. `batch` has the meaning that it has for [`adam`](Self::adam).
+    fn sgd(
+        step: &SgdStep,
+        grad: Float<Self>,
+        param: Float<Self>,
+        velocity: Option<Float<Self>>,
+        batch: Option<&StepBatch>,
+    ) -> (Float<Self>, Option<Float<Self>>);
+}
+
+/// Returns whether kernels support tensors of this dtype: f32, bf16 and f16.
+pub fn takes(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+}
+
+/// Returns the tensor cast to `dtype`, or itself if it has that dtype.
+pub fn cast<B: Kernels>(tensor: Float<B>, dtype: DType) -> Float<B> {
+    match tensor.dtype() {
+        found if found == dtype => tensor,
+        found if takes(found) && takes(dtype) => B::cast(tensor, dtype, None),
+        _ => B::float_cast(tensor, dtype.into()),
+    }
+}
+
+/// Mean over tensors of several ranks: consecutive elements of each, added in f32 in the order of
+/// `parts` and then divided.
+pub struct RankMean<T> {
+    /// At least one tensor, each with the index of its first element that is added. All have one
+    /// dtype.
+    pub parts: Vec<(T, usize)>,
+    /// Number by which the sum is divided.
+    pub divisor: usize,
+    /// Shape of the mean, which gives the number of elements.
+    pub shape: Shape,
+}
+
+/// Tensors that a step of Adam updates.
+pub struct AdamTensors<T> {
+    /// Parameter, or this rank's shard of it.
+    pub param: T,
+    /// First moment: running mean of the gradient.
+    pub moment_1: T,
+    /// Second moment: running mean of the squared gradient.
+    pub moment_2: T,
+    /// Elementwise maximum of all second moments so far, under AMSGrad.
+    pub max: Option<T>,
+}
+
+impl<T> AdamTensors<T> {
+    /// Returns the parameter, both moments, and the maximum if there is one.
+    pub fn into_vec(self) -> Vec<T> {
+        [self.param, self.moment_1, self.moment_2].into_iter().chain(self.max).collect()
+    }
+
+    /// Applies `f` to each tensor.
+    pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> AdamTensors<U> {
+        AdamTensors {
+            param: f(self.param),
+            moment_1: f(self.moment_1),
+            moment_2: f(self.moment_2),
+            max: self.max.map(f),
+        }
+    }
+}
+
+/// Partial sums of one tensor's elements, from which a norm over several tensors is computed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sums {
+    /// Sum of the norm's terms: of `|x|` for norm 1, `x²` for norm 2 and `|x|ᵖ` for norm p; 0 for
+    /// the infinity norm.
+    pub sum: f64,
+    /// Largest magnitude; NaN if an element is NaN, 0 if there are no elements.
+    pub largest: f32,
+}
+
+impl Sums {
+    /// Returns the tensor's contribution to `norm`: [`largest`](Self::largest) for the infinity
+    /// norm, else [`sum`](Self::sum). Contributions of several tensors are added, or for the
+    /// infinity norm their maximum is taken.
+    pub fn term(&self, norm: Norm) -> f64 {
+        match norm {
+            Norm::Inf => f64::from(self.largest),
+            _ => self.sum,
+        }
+    }
+
+    /// Returns whether no element is infinite or NaN. The sum may overflow all the same.
+    pub fn is_finite(&self) -> bool {
+        self.largest.is_finite()
+    }
+}

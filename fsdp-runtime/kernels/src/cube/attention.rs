@@ -1,0 +1,343 @@
+//! The rows of attention's scores, in one kernel forward and one backward.
+
+use burn::backend::TensorMetadata;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+use super::attention_kernels::{
+    ScoreRowsLaunch, add_rows_kernel, attention_slopes_kernel, attention_weights_kernel,
+};
+use super::buffer_slice::BufferSlice;
+use super::copy::{exclusive, fill};
+use super::device::rounds_in_integers;
+use super::dropout::dropout;
+use super::rows::Team;
+use super::span::{Span, row_span};
+use super::tensors::{contiguous, element, empty};
+use crate::attention::{AttentionRule, AttentionTensors, Block, BlockOps, MASK_ROWS};
+
+/// Number of scores of a block, if that many have at least [`MASK_ROWS`] queries: 128 MiB in half precision.
+const MAX_SCORES: usize = 1 << 26;
+/// Number of blocks under `causal`, if each has at least [`MASK_ROWS`] queries. The products of queries with
+/// keys that only later queries of the block see are wasted.
+const CAUSAL_BLOCKS: usize = 8;
+
+/// The kernels on the rows of a block.
+pub(super) struct RowKernels;
+
+impl BlockOps<CubeBackend> for RowKernels {
+    fn queries(&self, tensors: &AttentionTensors<CubeTensor>, rule: &AttentionRule) -> usize {
+        let [batch, heads, queries, _] = tensors.query.shape().dims();
+        let of_query = batch * heads * tensors.key.shape()[2];
+        let most = if rule.causal { queries / CAUSAL_BLOCKS } else { queries };
+        match rule.dropout {
+            Some(_) => MASK_ROWS,
+            None => most.min(MAX_SCORES / of_query).next_multiple_of(MASK_ROWS).max(MASK_ROWS),
+        }
+    }
+
+    fn weights(&self, products: CubeTensor, block: &Block<'_, CubeBackend>) -> [CubeTensor; 2] {
+        let scores = exclusive(products);
+        let [batch, heads, queries, _] = scores.shape().dims();
+        let statistics = empty(&scores, Shape::from([batch, heads, queries, 1]), DType::F32);
+        let rows = Rows::new(&[&scores], queries, block);
+        let client = scores.client.clone();
+        let (count, dim) = rows.team.grid(&client, rows.count);
+        // SAFETY: `Rows::new` checked that the buffers hold the rows; the kernel accesses only these, and a
+        // number for each in the statistics.
+        unsafe {
+            attention_weights_kernel::launch_unchecked(
+                &client,
+                count,
+                dim,
+                rows.span.width,
+                rows.argument(&scores),
+                rows.arguments(&rows.bias),
+                rows.arguments(&rows.mask),
+                BufferSlice::of(&statistics).buffer_arg(),
+                rows.shape,
+                block.rule.causal,
+                rows.team,
+                rounds_in_integers(&client, scores.dtype),
+                element(scores.dtype),
+            );
+        }
+        [scores, statistics]
+    }
+
+    fn slopes(
+        &self,
+        tensors: [CubeTensor; 2],
+        statistics: &CubeTensor,
+        block: &Block<'_, CubeBackend>,
+    ) -> [CubeTensor; 2] {
+        let [scores, grads] = tensors.map(exclusive);
+        let statistics = contiguous(statistics.clone());
+        let rows = Rows::new(&[&scores, &grads], statistics.shape()[2], block);
+        let all = BufferSlice::of(&statistics).len();
+        assert!(statistics.shape().num_elements() <= all, "a number for each query");
+        assert!(block.queries.end <= statistics.shape()[2], "the block's queries are among all");
+        let client = scores.client.clone();
+        let (count, dim) = rows.team.grid(&client, rows.count);
+        // SAFETY: `Rows::new` checked that the buffers hold the rows, and the assertions that the statistics
+        // have a number for each; the kernel accesses only these.
+        unsafe {
+            attention_slopes_kernel::launch_unchecked(
+                &client,
+                count,
+                dim,
+                rows.span.width,
+                rows.argument(&scores),
+                rows.argument(&grads),
+                rows.arguments(&rows.bias),
+                rows.arguments(&rows.mask),
+                BufferSlice::of(&statistics).buffer_arg(),
+                rows.shape,
+                block.rule.causal,
+                rows.team,
+                rounds_in_integers(&client, scores.dtype),
+                element(scores.dtype),
+            );
+        }
+        [grads, scores]
+    }
+
+    fn add(&self, sums: CubeTensor, rows: CubeTensor) -> CubeTensor {
+        let (sums, rows) = (exclusive(sums), contiguous(rows));
+        let client = sums.client.clone();
+        let [_, _, keys, width] = rows.shape().dims();
+        let (of_head, of_all) = (keys * width, sums.shape()[2] * width);
+        let heads = rows.shape().num_elements() / of_head;
+        let slices = [&sums, &rows].map(BufferSlice::of);
+        assert!(heads * of_all <= slices[0].len(), "rows for each row of the heads");
+        let numel = heads * of_head;
+        let span = row_span(&client, &slices.each_ref(), &[], numel, common_power(of_head, of_all));
+        let (count, dim) = span.grid(&client);
+        let [(write, _), (read, _)] = slices.each_ref().map(|slice| span.argument(slice));
+        // SAFETY: the assertion and `row_span` checked that both buffers hold the rows; the kernel accesses
+        // only these.
+        unsafe {
+            add_rows_kernel::launch_unchecked(
+                &client,
+                count,
+                dim,
+                span.width,
+                write,
+                read,
+                span.count,
+                of_head / span.width,
+                of_all / span.width,
+                element(rows.dtype),
+            );
+        }
+        sums
+    }
+}
+
+/// The rows of scores of a block of queries, and how a launch divides them.
+struct Rows {
+    /// Number of rows.
+    count: usize,
+    shape: ScoreRowsLaunch,
+    team: Team,
+    span: Span,
+    bias: Option<CubeTensor>,
+    /// The dropout mask, whose elements are 0 where a weight is dropped.
+    mask: Option<CubeTensor>,
+}
+
+impl Rows {
+    /// Returns the rows of tensors of the scores' shape. The statistics have `all_queries` rows of a head.
+    ///
+    /// # Panics
+    ///
+    /// If the buffer of a tensor, of the bias or of the mask is too small.
+    fn new(tensors: &[&CubeTensor], all_queries: usize, block: &Block<'_, CubeBackend>) -> Self {
+        let scores = tensors[0];
+        let client = scores.client.clone();
+        let [batch, heads, queries, keys] = scores.shape().dims();
+        let bias = block.bias.cloned().map(contiguous);
+        let mask = block.dropout().map(|source| {
+            let shape = Shape::from([batch, heads, queries, block.padded_keys()]);
+            let numel = shape.num_elements();
+            let ones = empty(scores, shape, scores.dtype);
+            fill(&client, &BufferSlice::of(&ones), numel, 1.0);
+            dropout(ones, &source)
+        });
+        let slices: Vec<BufferSlice> =
+            tensors.iter().map(|tensor| BufferSlice::of(tensor)).collect();
+        let per_key = [&bias, &mask].map(|tensor| tensor.as_ref().map(BufferSlice::of));
+        for (slice, rows) in per_key
+            .iter()
+            .zip([batch * block.all_keys, batch * heads * queries * block.padded_keys()])
+        {
+            assert!(
+                slice.as_ref().is_none_or(|slice| rows <= slice.len()),
+                "a number for each key"
+            );
+        }
+        // A vector is within a row of each tensor. Rows of the mask have whole vectors of any width.
+        let width_divides = common_power(keys, block.all_keys);
+        let span = row_span(
+            &client,
+            &slices.iter().collect::<Vec<_>>(),
+            &per_key.iter().flatten().collect::<Vec<_>>(),
+            scores.shape().num_elements(),
+            width_divides,
+        );
+        let width = span.width;
+        let count = batch * heads * queries;
+        let shape = ScoreRowsLaunch::new(
+            count,
+            queries,
+            heads * queries,
+            keys / width,
+            block.all_keys / width,
+            block.padded_keys() / width,
+            all_queries,
+            block.queries.start,
+            block.position.max(0) as usize + 1,
+            (-block.position).max(0) as usize,
+            block.rule.scale as f32,
+            block.rule.dropout.map_or(1.0, |source| source.keep()),
+        );
+        Self { count, shape, team: Team::new(&client, keys, width), span, bias, mask }
+    }
+
+    /// Returns a tensor as a kernel argument.
+    fn argument(&self, tensor: &CubeTensor) -> BufferArg {
+        self.span.argument(&BufferSlice::of(tensor)).0
+    }
+
+    /// Returns a tensor, if there is one, as a kernel argument.
+    fn arguments<S: FromIterator<BufferArg>>(&self, tensor: &Option<CubeTensor>) -> S {
+        tensor.iter().map(|tensor| self.argument(tensor)).collect()
+    }
+}
+
+/// Returns the largest power of two that divides both numbers, which are not 0.
+fn common_power(one: usize, other: usize) -> usize {
+    1 << (one | other).trailing_zeros()
+}
+
+#[cfg(all(test, feature = "cpu", feature = "flex"))]
+mod tests {
+    use burn::backend::{Flex, TensorMetadata};
+    use burn::tensor::{DType, Shape, TensorData};
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use super::RowKernels;
+    use crate::attention::composed::ComposedOps;
+    use crate::attention::{Block, BlockOps};
+    use crate::tensor::Float;
+    use crate::{AttentionRule, Kernels, MaskSource};
+    use crate::{cast, to_data};
+
+    const BATCH: usize = 2;
+    const HEADS: usize = 2;
+
+    /// A block of queries of random numbers.
+    #[derive(Clone, Copy, Debug)]
+    struct Case {
+        queries: usize,
+        keys: usize,
+        all_keys: usize,
+        position: i64,
+        /// In the second row of the batch, every third key is hidden.
+        masked: bool,
+        rule: AttentionRule,
+    }
+
+    impl Case {
+        /// Returns pseudo-random multiples of 1/64 up to 2, which are exact in f16.
+        fn scores<B: Kernels>(&self, device: &B::Device, seed: usize, dtype: DType) -> Float<B> {
+            let shape = Shape::from([BATCH, HEADS, self.queries, self.keys]);
+            let number =
+                |i: usize| ((i * 7919 + seed * 104_729 + i / 97) % 257) as f32 / 64.0 - 2.0;
+            let numbers: Vec<f32> = (0..shape.num_elements()).map(number).collect();
+            cast::<B>(B::float_from_data(TensorData::new(numbers, shape), device), dtype)
+        }
+
+        /// Returns the attention weights, the statistics, the gradients of the scores, the weights again,
+        /// and the sum of both with two more rows.
+        fn run<B: Kernels>(
+            &self,
+            device: &B::Device,
+            dtype: DType,
+            ops: &impl BlockOps<B>,
+        ) -> Vec<Vec<f32>> {
+            let Self { queries, keys, all_keys, position, .. } = *self;
+            let bias =
+                (0..BATCH * all_keys).map(|at| match at >= all_keys && at.is_multiple_of(3) {
+                    true => f32::NEG_INFINITY,
+                    false => 0.0,
+                });
+            let bias = TensorData::new(bias.collect::<Vec<_>>(), [BATCH, all_keys]);
+            let bias = self.masked.then(|| cast::<B>(B::float_from_data(bias, device), dtype));
+            // The second block of queries of a tensor.
+            let block = Block::<B> {
+                rule: &self.rule,
+                bias: bias.as_ref(),
+                queries: 128..128 + queries,
+                keys,
+                all_keys,
+                position,
+            };
+            let [forward, statistics] = ops.weights(self.scores::<B>(device, 1, dtype), &block);
+            assert_eq!((forward.dtype(), statistics.dtype()), (dtype, DType::F32));
+            let earlier = Shape::from([BATCH, HEADS, 128, 1]);
+            let earlier = B::float_zeros(earlier, device, DType::F32.into());
+            let all = B::float_cat(vec![earlier, statistics.clone()], 2);
+            let scores = [1, 2].map(|seed| self.scores::<B>(device, seed, dtype));
+            let [slopes, backward] = ops.slopes(scores, &all, &block);
+            let zeros = Shape::from([BATCH, HEADS, queries + 2, keys]);
+            let zeros = B::float_zeros(zeros, device, DType::F32.into());
+            let sums = ops.add(ops.add(zeros, slopes.clone()), backward.clone());
+            let numbers = |tensor| to_data::<B>(cast::<B>(tensor, DType::F32)).iter().collect();
+            [forward, statistics, slopes, backward, sums].into_iter().map(numbers).collect()
+        }
+    }
+
+    #[test]
+    fn rows_are_those_of_burns_operations() {
+        let device = CubeDevice::Cpu(cubecl::device::CpuDevice);
+        let dropout = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.2 };
+        let plain = AttentionRule { causal: false, scale: 0.4, dropout: None };
+        let whole = Case {
+            queries: 7,
+            keys: 64,
+            all_keys: 64,
+            position: 57,
+            masked: true,
+            rule: AttentionRule { dropout: Some(dropout), ..plain },
+        };
+        let causal = AttentionRule { causal: true, ..whole.rule };
+        let cases = [
+            whole,
+            Case { masked: false, rule: AttentionRule { dropout: None, ..causal }, ..whole },
+            Case { keys: 60, all_keys: 130, position: 53, rule: causal, ..whole },
+            // The first three queries come before the first key.
+            Case { keys: 5, all_keys: 9, position: -3, queries: 8, rule: causal, ..whole },
+        ];
+        for (dtype, rounding) in [(DType::F32, 1e-5), (DType::F16, 2e-3)] {
+            for case in cases {
+                let found = case.run::<CubeBackend>(&device, dtype, &RowKernels);
+                let scores = case.scores::<Flex>(&Default::default(), 1, DType::F32);
+                let composed = ComposedOps::<Flex>::new(&scores, &case.rule, Flex::dropout);
+                let expected = case.run::<Flex>(&Default::default(), DType::F32, &composed);
+                for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    assert_eq!(found.len(), expected.len());
+                    assert!(expected.iter().any(|x| *x != 0.0));
+                    // Statistics of queries without keys are large.
+                    let close = |(found, expected): (&f32, &f32)| {
+                        (found - expected).abs() <= rounding * expected.abs().max(1.0)
+                    };
+                    let wrong = found.iter().zip(expected).find(|pair| !close(*pair));
+                    assert_eq!(wrong, None, "result {number} of {case:?} in {dtype:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Implementation of [`Kernels`] for CubeCL devices.
+
+use std::ops::Range;
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+
+use super::attention::RowKernels;
+use super::copy::exclusive;
+use super::optim::CubeSteps;
+use super::tensors::contiguous;
+use super::{
+    copy, decode, dropout, encode, gelu, layer_norm, mean, optim, random_rounding, softmax, sums,
+};
+use crate::StorageType;
+use crate::accesses;
+use crate::attention::{self, AttentionRule, AttentionTensors, composed};
+use crate::batched_steps::StepBatch;
+use crate::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
+use crate::mask::MaskSource;
+use crate::norm::Norm;
+use crate::random_rounding::RandomRounding;
+use crate::update_rules::{AdamStep, SgdStep};
+
+impl Kernels for CubeBackend {
+    fn pack(parts: Vec<(CubeTensor, usize)>, buffer: CubeTensor) -> CubeTensor {
+        copy::pack(parts, buffer)
+    }
+
+    fn unpack(
+        buffer: CubeTensor,
+        parts: Vec<(usize, Shape)>,
+        dtype: DType,
+        divisor: Option<f32>,
+    ) -> Vec<CubeTensor> {
+        copy::unpack(buffer, parts, dtype, divisor)
+    }
+
+    fn cast(tensor: CubeTensor, dtype: DType, divisor: Option<f32>) -> CubeTensor {
+        accesses::read([&tensor]);
+        let cast = copy::cast(tensor, dtype, divisor);
+        accesses::written([&cast.handle]);
+        cast
+    }
+
+    fn cast_all(tensors: Vec<CubeTensor>, dtype: DType) -> Vec<CubeTensor> {
+        accesses::read(&tensors);
+        let casts = copy::cast_all(tensors, dtype);
+        accesses::written(casts.iter().map(|cast| &cast.handle));
+        casts
+    }
+
+    fn decode(codes: CubeTensor, storage: StorageType, shape: Shape, dtype: DType) -> CubeTensor {
+        accesses::read([&codes]);
+        let elements = decode::decode(codes, storage, shape, dtype);
+        accesses::written([&elements.handle]);
+        elements
+    }
+
+    fn encode_int8(tensor: CubeTensor, range: Range<usize>, block: usize) -> CubeTensor {
+        accesses::read([&tensor]);
+        let codes = encode::encode_int8(tensor, range, block);
+        accesses::written([&codes.handle]);
+        codes
+    }
+
+    fn rank_means(means: Vec<RankMean<CubeTensor>>) -> Vec<CubeTensor> {
+        accesses::read(means.iter().flat_map(|mean| &mean.parts).map(|(part, _)| part));
+        let means = mean::means(means);
+        accesses::written(means.iter().map(|mean| &mean.handle));
+        means
+    }
+
+    fn sums(parts: &[(CubeTensor, Range<usize>)], norm: Norm) -> Vec<Sums> {
+        sums::sums(parts, norm)
+    }
+
+    fn unscale(tensors: Vec<CubeTensor>, factor: f32, norm: Norm) -> (Vec<CubeTensor>, Vec<Sums>) {
+        sums::unscale(tensors, factor, norm)
+    }
+
+    fn dropout(tensor: CubeTensor, source: &MaskSource) -> CubeTensor {
+        dropout::dropout(tensor, source)
+    }
+
+    fn round_at_random(tensor: CubeTensor, rounding: &RandomRounding) -> CubeTensor {
+        accesses::read([&tensor]);
+        let rounded = random_rounding::round(tensor, rounding);
+        accesses::written([&rounded.handle]);
+        rounded
+    }
+
+    fn gelu(tensor: CubeTensor) -> CubeTensor {
+        gelu::forward(tensor)
+    }
+
+    fn gelu_backward(tensor: CubeTensor, grad: CubeTensor) -> CubeTensor {
+        gelu::backward(tensor, grad)
+    }
+
+    fn layer_norm(
+        tensor: CubeTensor,
+        gamma: CubeTensor,
+        beta: Option<CubeTensor>,
+        epsilon: f32,
+    ) -> CubeTensor {
+        layer_norm::forward(tensor, gamma, beta, epsilon)
+    }
+
+    fn layer_norm_backward(
+        tensor: CubeTensor,
+        gamma: CubeTensor,
+        grad: CubeTensor,
+        epsilon: f32,
+    ) -> [CubeTensor; 3] {
+        layer_norm::backward(tensor, gamma, grad, epsilon)
+    }
+
+    fn softmax(tensor: CubeTensor) -> CubeTensor {
+        softmax::forward(tensor)
+    }
+
+    fn softmax_backward(result: CubeTensor, grad: CubeTensor) -> CubeTensor {
+        softmax::backward(result, grad)
+    }
+
+    fn tiled_attention(
+        tensors: &AttentionTensors<CubeTensor>,
+        rule: &AttentionRule,
+    ) -> [CubeTensor; 2] {
+        match takes(tensors.query.dtype) {
+            true => attention::forward(tensors, rule, &RowKernels),
+            false => composed::forward::<Self>(tensors, rule, Self::dropout),
+        }
+    }
+
+    fn tiled_attention_backward(
+        tensors: &AttentionTensors<CubeTensor>,
+        results: &[CubeTensor; 2],
+        grad: &CubeTensor,
+        rule: &AttentionRule,
+    ) -> [CubeTensor; 3] {
+        match takes(tensors.query.dtype) {
+            true => attention::backward(tensors, &results[1], grad, rule, &RowKernels),
+            false => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),
+        }
+    }
+
+    fn adam(
+        step: &AdamStep,
+        grad: CubeTensor,
+        tensors: AdamTensors<CubeTensor>,
+        batch: Option<&StepBatch>,
+    ) -> AdamTensors<CubeTensor> {
+        let tensors = tensors.map(exclusive);
+        accesses::read([&grad]);
+        accesses::written([&tensors.param.handle]);
+        let deferred = batch.map(StepBatch::steps::<CubeSteps>);
+        optim::adam(step, contiguous(grad), &tensors, deferred.as_deref());
+        tensors
+    }
+
+    fn sgd(
+        step: &SgdStep,
+        grad: CubeTensor,
+        param: CubeTensor,
+        velocity: Option<CubeTensor>,
+        batch: Option<&StepBatch>,
+    ) -> (CubeTensor, Option<CubeTensor>) {
+        let (param, velocity) = (exclusive(param), velocity.map(exclusive));
+        accesses::read([&grad]);
+        accesses::written([&param.handle]);
+        let deferred = batch.map(StepBatch::steps::<CubeSteps>);
+        optim::sgd(step, &param, contiguous(grad), velocity.as_ref(), deferred.as_deref());
+        (param, velocity)
+    }
+}

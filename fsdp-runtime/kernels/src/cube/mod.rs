@@ -1,0 +1,48 @@
+//! Kernels on CubeCL devices: `#[cube]` functions, and the functions that launch them.
+//!
+//! A launch splits the elements of a tensor into at most two [`Span`](span::Span)s: the widest
+//! vectors that the device loads at once, then the remaining single elements. The vectors are
+//! narrower where the device requires aligned vectors and a buffer offset is not a multiple of
+//! their width.
+//!
+//! CubeCL's compilers may fuse a product with a sum into one operation that rounds once. Where a
+//! kernel must give the bits of its Flex implementation, which rounds twice, products pass through
+//! [`rounded`](rounding::rounded).
+//!
+//! "Thread" means a thread of a kernel, which CubeCL calls a unit.
+
+mod attention;
+mod attention_kernels;
+mod buffer_slice;
+mod copy;
+mod decode;
+mod device;
+mod dropout;
+mod encode;
+mod gelu;
+mod iota;
+mod kernels;
+mod launch;
+mod layer_norm;
+mod layer_norm_kernels;
+mod mean;
+mod optim;
+mod philox;
+#[cfg(all(test, feature = "cuda"))]
+mod ptx_tests;
+mod random_rounding;
+mod rounding;
+mod rows;
+mod softmax;
+mod span;
+mod sum_kernels;
+mod sums;
+mod tensors;
+mod tile;
+
+pub use self::buffer_slice::BufferSlice;
+pub use self::copy::{copy, fill, pack_into};
+pub use self::decode::decode_into;
+#[cfg(feature = "cpu")]
+pub use self::device::cpu_rounds_to_bf16;
+pub use self::tensors::{contiguous, empty};

@@ -1,0 +1,345 @@
+//! Calls of the functions that launch kernels, such that every kernel is launched in every dtype,
+//! with every option, and with vectors of every width.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use cubecl::client::Client;
+
+use super::server::{Launched, Ptx, client};
+use super::{DTYPES, kernel_name};
+use crate::StorageType;
+use crate::attention::{Block, BlockOps};
+use crate::batched_steps::{self, StepBatch};
+use crate::cube::attention::RowKernels;
+use crate::cube::buffer_slice::BufferSlice;
+use crate::cube::copy::fill;
+use crate::cube::decode::decode_into;
+use crate::ignore_poison::IgnorePoison;
+use crate::norm::Norm;
+use crate::{
+    AdamStep, AdamTensors, AttentionRule, Kernels, MaskSource, RandomRounding, RankMean, SgdStep,
+};
+
+/// Number of elements of a tensor: enough for the largest cubes of threads, and no multiple of a
+/// vector's length.
+const NUMEL: usize = 4 * (1 << 12) + 3;
+/// Offsets of tensors in their buffers, in elements. They allow vectors of 8 and more elements, 4,
+/// 2 and 1.
+const OFFSETS: [usize; 4] = [0, 4, 2, 1];
+/// Number of tensors, one more than share a launch: 16 or, of other kernels, 8.
+const SEVERAL: usize = 17;
+
+/// A device that compiles kernels for GPUs of one compute capability.
+pub(super) struct Gpu {
+    client: Client,
+    launched: Arc<Mutex<Launched>>,
+}
+
+impl Gpu {
+    pub(super) fn new(arch: u32) -> Self {
+        let (client, launched) = client(arch);
+        Self { client, launched }
+    }
+
+    /// Launches every kernel, and returns the name, the ID and the PTX of each that was compiled.
+    pub(super) fn launch_all(&self) -> Vec<(String, String, Ptx)> {
+        for from in DTYPES {
+            for to in DTYPES {
+                self.copies(from, to);
+            }
+            self.means(from);
+            self.norms(from);
+            self.masks(from);
+            self.gelus(from);
+            self.layer_norms(from);
+            self.softmaxes(from);
+            self.attentions(from);
+            self.fills(from);
+            self.decodes(from);
+            self.encodes(from);
+        }
+        self.roundings();
+        self.adam_steps();
+        self.sgd_steps();
+        let ptx = std::mem::take(&mut self.launched.lock().ignore_poison().ptx);
+        let named = |(id, ptx)| (kernel_name(&id), format!("{id:?}"), ptx);
+        ptx.into_iter().map(named).collect()
+    }
+
+    /// Runs `f` and checks that it launches the kernel `expected`, and no other kernel but
+    /// `others`.
+    fn launch<T>(&self, expected: &str, others: &[&str], f: impl FnOnce() -> T) -> T {
+        self.launched.lock().ignore_poison().recent.clear();
+        let result = f();
+        self.client.flush().expect("the server runs nothing that could fail");
+        let launched = self.launched.lock().ignore_poison();
+        let names: HashSet<String> = launched.recent.iter().map(kernel_name).collect();
+        assert!(names.contains(expected), "{expected} was not launched, but {names:?}");
+        let is_known = |name: &String| name == expected || others.contains(&name.as_str());
+        assert!(names.iter().all(is_known), "beside {expected} were launched {names:?}");
+        result
+    }
+
+    fn tensor(&self, numel: usize, dtype: DType) -> CubeTensor {
+        self.tensor_at(0, numel, dtype)
+    }
+
+    /// Returns a tensor that begins at element `offset` of its buffer.
+    fn tensor_at(&self, offset: usize, numel: usize, dtype: DType) -> CubeTensor {
+        let handle = self.client.empty((offset + numel) * dtype.size());
+        let handle = handle.offset_start((offset * dtype.size()) as u64);
+        // The driver would be loaded only if a kernel's client were taken from this device.
+        let device = CubeDevice::Cuda(Default::default());
+        CubeTensor::new_contiguous(self.client.clone(), device, Shape::from([numel]), handle, dtype)
+    }
+
+    /// Returns lists of tensors: one for each offset, with a tensor that begins there, and one with
+    /// several tensors.
+    fn lists(&self, dtype: DType) -> Vec<Vec<CubeTensor>> {
+        let at = |offset| vec![self.tensor_at(offset, NUMEL, dtype)];
+        let several = (0..SEVERAL).map(|_| self.tensor(NUMEL, dtype)).collect();
+        OFFSETS.into_iter().map(at).chain([several]).collect()
+    }
+
+    fn copies(&self, from: DType, to: DType) {
+        for tensors in self.lists(from) {
+            let step = NUMEL + 13;
+            let buffer = self.tensor(tensors.len() * step, to);
+            let parts = tensors.into_iter().enumerate();
+            let parts: Vec<_> = parts.map(|(index, tensor)| (tensor, index * step)).collect();
+            let ranges: Vec<_> = parts.iter().map(|(_, at)| (*at, Shape::from([NUMEL]))).collect();
+            let buffer = self.launch("pack_kernel", &[], || CubeBackend::pack(parts, buffer));
+            for divisor in [None, Some(3.0)] {
+                self.launch("unpack_kernel", &[], || {
+                    CubeBackend::unpack(buffer.clone(), ranges.clone(), from, divisor)
+                });
+            }
+        }
+        for (offset, divisor) in OFFSETS.into_iter().flat_map(|at| [(at, None), (at, Some(3.0))]) {
+            let tensor = self.tensor_at(offset, NUMEL, from);
+            self.launch("pack_kernel", &[], || CubeBackend::cast(tensor, to, divisor));
+        }
+    }
+
+    fn fills(&self, dtype: DType) {
+        for offset in OFFSETS {
+            let target = BufferSlice::of(&self.tensor_at(offset, NUMEL, dtype));
+            self.launch("fill_kernel", &[], || fill(&self.client, &target, NUMEL, 1.0));
+        }
+    }
+
+    fn decodes(&self, dtype: DType) {
+        let plain = StorageType::Nf4 { block: 64, double_quant: false };
+        for storage in [StorageType::INT8, StorageType::NF4, plain] {
+            let codes = self.tensor(storage.stored_len(NUMEL), DType::F32);
+            for offset in OFFSETS {
+                let target = BufferSlice::of(&self.tensor_at(offset, NUMEL, dtype));
+                let codes = BufferSlice::of(&codes);
+                self.launch("decode_kernel", &[], || {
+                    decode_into(&self.client, &codes, storage, &target, NUMEL);
+                });
+            }
+            self.launch("decode_kernel", &[], || {
+                CubeBackend::decode(codes, storage, Shape::from([NUMEL]), dtype)
+            });
+        }
+    }
+
+    fn encodes(&self, dtype: DType) {
+        for offset in OFFSETS {
+            let tensor = self.tensor_at(offset, NUMEL, dtype);
+            self.launch("encode_kernel", &[], || CubeBackend::encode_int8(tensor, 64..NUMEL, 64));
+        }
+    }
+
+    fn means(&self, dtype: DType) {
+        for tensors in self.lists(dtype) {
+            // The mean of one tensor in f32 is the tensor itself.
+            let least = if tensors.len() == 1 && dtype == DType::F32 { 2 } else { 1 };
+            for divisor in [least, tensors.len().max(least)] {
+                let mean = || RankMean {
+                    parts: tensors.iter().map(|tensor| (tensor.clone(), 0)).collect(),
+                    divisor,
+                    shape: Shape::from([NUMEL]),
+                };
+                self.launch("mean_kernel", &[], || CubeBackend::rank_means(vec![mean()]));
+            }
+        }
+        // Several means over two parts share a launch.
+        let mean = |_| RankMean {
+            parts: (0..2).map(|_| (self.tensor(NUMEL, dtype), 0)).collect(),
+            divisor: 2,
+            shape: Shape::from([NUMEL]),
+        };
+        let means = (0..SEVERAL).map(mean).collect();
+        self.launch("mean_kernel", &[], || CubeBackend::rank_means(means));
+    }
+
+    fn norms(&self, dtype: DType) {
+        for norm in [Norm::One, Norm::Two, Norm::Inf, Norm::P(2.5)] {
+            for tensors in self.lists(dtype) {
+                let parts: Vec<_> =
+                    tensors.iter().map(|tensor| (tensor.clone(), 0..NUMEL)).collect();
+                self.launch("sums_kernel", &["fold_kernel"], || CubeBackend::sums(&parts, norm));
+                drop(parts);
+                let others = ["fold_kernel", "pack_kernel"];
+                self.launch("sums_kernel", &others, || CubeBackend::unscale(tensors, 0.5, norm));
+            }
+        }
+    }
+
+    fn masks(&self, dtype: DType) {
+        let source = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 };
+        for offset in OFFSETS {
+            let tensor = self.tensor_at(offset, NUMEL, dtype);
+            self.launch("dropout_kernel", &[], || CubeBackend::dropout(tensor, &source));
+        }
+    }
+
+    fn roundings(&self) {
+        let rounding = RandomRounding { key: [1, 2], counter: [3, 4], first: 0 };
+        for offset in OFFSETS {
+            let tensor = self.tensor_at(offset, NUMEL, DType::F32);
+            self.launch("round_kernel", &[], || CubeBackend::round_at_random(tensor, &rounding));
+        }
+    }
+
+    fn gelus(&self, dtype: DType) {
+        for offset in OFFSETS {
+            let tensor = self.tensor_at(offset, NUMEL, dtype);
+            let grad = self.tensor_at(offset, NUMEL, dtype);
+            self.launch("gelu_kernel", &[], || CubeBackend::gelu(tensor.clone()));
+            self.launch("gelu_backward_kernel", &[], || CubeBackend::gelu_backward(tensor, grad));
+        }
+    }
+
+    /// Calls `f` with a function that makes matrices, for rows of several lengths and for tensors at each
+    /// of the offsets. Rows have a team of the fewest and of the most threads.
+    fn rows(&self, dtype: DType, f: impl Fn(&dyn Fn(usize) -> CubeTensor, usize)) {
+        for (offset, len) in OFFSETS.into_iter().flat_map(|at| [8, 768].map(|len| (at, len))) {
+            let matrix = |rows: usize| {
+                let tensor = self.tensor_at(offset, rows * len, dtype);
+                burn_cubecl::ops::reshape(tensor, Shape::from([rows, len]))
+            };
+            f(&matrix, len);
+        }
+    }
+
+    fn layer_norms(&self, dtype: DType) {
+        self.rows(dtype, |matrix, len| {
+            let param = || burn_cubecl::ops::reshape(matrix(1), Shape::from([len]));
+            for beta in [None, Some(param())] {
+                self.launch("layer_norm_kernel", &[], || {
+                    CubeBackend::layer_norm(matrix(5), param(), beta, 1e-5)
+                });
+            }
+            let both = ["layer_norm_backward_kernel", "column_sums_kernel"];
+            for (kernel, other) in [(both[0], both[1]), (both[1], both[0])] {
+                self.launch(kernel, &[other], || {
+                    CubeBackend::layer_norm_backward(matrix(5), param(), matrix(5), 1e-5)
+                });
+            }
+        });
+    }
+
+    fn softmaxes(&self, dtype: DType) {
+        self.rows(dtype, |matrix, _| {
+            self.launch("softmax_kernel", &[], || CubeBackend::softmax(matrix(5)));
+            self.launch("softmax_backward_kernel", &[], || {
+                CubeBackend::softmax_backward(matrix(5), matrix(5))
+            });
+        });
+    }
+
+    fn attentions(&self, dtype: DType) {
+        self.rows(dtype, |matrix, keys| {
+            let offset = matrix(1).handle.offset_start.unwrap_or(0) as usize;
+            let rows = |dtype: DType| {
+                let tensor = self.tensor_at(offset / dtype.size(), 10 * keys, dtype);
+                burn_cubecl::ops::reshape(tensor, Shape::from([1, 2, 5, keys]))
+            };
+            self.launch("add_rows_kernel", &["pack_kernel"], || {
+                RowKernels.add(rows(DType::F32), rows(dtype))
+            });
+            // All options for rows of one kind, and the longest kernel for the others.
+            let one = keys == 768 && offset == 0;
+            for (causal, is_masked) in [(true, true), (true, false), (false, true), (false, false)]
+            {
+                if !(one || causal && is_masked) {
+                    continue;
+                }
+                let dropout = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 };
+                let dropout = is_masked.then_some(dropout);
+                let rule = AttentionRule { causal, scale: 0.1, dropout };
+                let bias = is_masked.then(|| matrix(1));
+                let block = Block::<CubeBackend> {
+                    rule: &rule,
+                    bias: bias.as_ref(),
+                    queries: 0..5,
+                    keys,
+                    all_keys: keys,
+                    position: keys as i64 - 5,
+                };
+                let others = ["fill_kernel", "dropout_kernel", "pack_kernel"];
+                let [_, statistics] = self.launch("attention_weights_kernel", &others, || {
+                    RowKernels.weights(rows(dtype), &block)
+                });
+                self.launch("attention_slopes_kernel", &others, || {
+                    RowKernels.slopes([rows(dtype), rows(dtype)], &statistics, &block)
+                });
+            }
+        });
+    }
+
+    /// Runs `step` on tensors at each of the offsets, alone, and on several in a batch.
+    fn steps(&self, kernel: &str, step: impl Fn(usize, Option<&StepBatch>)) {
+        for offset in OFFSETS {
+            self.launch(kernel, &[], || step(offset, None));
+        }
+        self.launch(kernel, &[], || {
+            batched_steps::scope(|| {
+                let batch = batched_steps::open();
+                (0..SEVERAL).for_each(|_| step(0, batch.as_deref()));
+            });
+        });
+    }
+
+    fn adam_steps(&self) {
+        for (amsgrad, cautious) in [(false, false), (false, true), (true, false), (true, true)] {
+            let step = AdamStep {
+                beta_1: 0.9,
+                one_minus_beta_1: 0.1,
+                beta_2: 0.999,
+                one_minus_beta_2: 0.001,
+                epsilon: 1e-8,
+                root_scale: 1.0,
+                step_size: 1e-3,
+                penalty: 0.0,
+                keep: 1.0,
+                rate: 1e-4,
+                cautious,
+            };
+            self.steps("adam_kernel", |offset, batch| {
+                let tensor = || self.tensor_at(offset, NUMEL, DType::F32);
+                let (param, moment_1, moment_2) = (tensor(), tensor(), tensor());
+                let tensors = AdamTensors { param, moment_1, moment_2, max: amsgrad.then(tensor) };
+                CubeBackend::adam(&step, tensor(), tensors, batch);
+            });
+        }
+    }
+
+    fn sgd_steps(&self) {
+        for (momentum, nesterov) in [(false, false), (true, false), (true, true)] {
+            let step =
+                SgdStep { lr: 1e-3, penalty: 0.1, momentum: 0.9, grad_factor: 1.0, nesterov };
+            self.steps("sgd_kernel", |offset, batch| {
+                let tensor = || self.tensor_at(offset, NUMEL, DType::F32);
+                CubeBackend::sgd(&step, tensor(), tensor(), momentum.then(tensor), batch);
+            });
+        }
+    }
+}
