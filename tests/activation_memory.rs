@@ -9,8 +9,10 @@ mod mlp;
 
 use allocator::Counting;
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::Error;
+use fsdp_runtime::memory::Memory;
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, Error, Memory};
 use mlp::{Block, Sizes, loss};
 
 #[global_allocator]

@@ -16,7 +16,8 @@ use burn::module::Module;
 use burn::tensor::Device;
 use fsdp_runtime::checkpoint::{MergeOptions, merge};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LoadOptions, Rank, SavePretrained, from_pretrained};
+use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
+use fsdp_runtime::{Error, Rank};
 use mlp::{Mlp, Sizes};
 
 #[global_allocator]

@@ -10,9 +10,13 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{LearningRate, Optimizer, Sgd, SgdConfig, SgdState};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
+use fsdp_runtime::errors::ShardError;
+use fsdp_runtime::memory::DeviceUsage;
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, DeviceUsage, Error, FullState, ShardError, kernels};
+use fsdp_runtime::state::FullState;
+use fsdp_runtime::{Error, kernels};
 use support::compare::{Parameters, Within, assert_parameters_close};
 use support::{Net, Outcome, Run, batch, loss, parity};
 

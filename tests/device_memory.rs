@@ -7,9 +7,10 @@
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::memory::{DeviceUsage, MemoryForecast};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{DeviceUsage, Error, MemoryForecast, Mesh};
+use fsdp_runtime::{Error, Mesh};
 
 const WORLD: usize = 2;
 const BLOCKS: usize = 3;

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::{CollectiveError, EngineError, LaunchError, ShardError};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CollectiveError, EngineError, Error, LaunchError, ShardError};
 use support::{Net, Outcome, Run, batch, loss};
 
 const TIMEOUT: Duration = Duration::from_secs(3);
@@ -290,7 +291,7 @@ fn a_wrong_shape_that_one_rank_finds_is_an_error_on_all() {
 fn rank_of_every_strategy() {
     for (index, run) in runs().iter().enumerate() {
         let outcome = run.launch();
-        let place = fsdp_runtime::env::RankEnv::read().unwrap().expect("started by mpirun");
+        let place = fsdp_runtime::launch::env::RankEnv::read().unwrap().expect("started by mpirun");
         if place.rank == fsdp_runtime::Rank::ZERO {
             println!("\nrun {index}: {}", bits(&outcome));
         }
@@ -407,7 +408,7 @@ fn counted<const D: usize>(
 #[test]
 #[ignore = "the program of a rank"]
 fn rank_that_counts_what_it_draws() {
-    let place = fsdp_runtime::env::RankEnv::read().unwrap().expect("started by mpirun");
+    let place = fsdp_runtime::launch::env::RankEnv::read().unwrap().expect("started by mpirun");
     let threads = if place.rank.index() == 3 { 1 } else { 2 };
     let options = LaunchOptions::new(4).with_engine(Engine::Mpi).with_timeout(TIMEOUT);
     launch(options.with_threads_per_rank(threads), |worker| {

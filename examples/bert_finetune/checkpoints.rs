@@ -202,8 +202,8 @@ pub fn resume(worker: &Worker, folder: &Path, state: &mut TrainingState) -> Resu
 mod tests {
     use burn::tensor::Device;
     use clap::Parser;
-    use fsdp_runtime::GradScalerConfig;
     use fsdp_runtime::checkpoint::Manifest;
+    use fsdp_runtime::optim::GradScalerConfig;
 
     use super::*;
     use crate::batch::Padding;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use fsdp_runtime::SavePretrained;
+use fsdp_runtime::pretrained::SavePretrained;
 use serde_json::{Map, Value, json};
 
 use crate::bert_config::BertConfig;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use fsdp_runtime::GradScalerConfig;
+use fsdp_runtime::optim::GradScalerConfig;
 use fsdp_runtime::prelude::*;
 
 use crate::batch::Padding;

@@ -8,9 +8,9 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use fsdp_runtime::GradScalerConfig;
 use fsdp_runtime::config::{Config, MixedPrecision, Note, StateDictType};
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
+use fsdp_runtime::optim::GradScalerConfig;
 use fsdp_runtime::prelude::*;
 
 use crate::cli::Cli;

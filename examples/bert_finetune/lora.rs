@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use fsdp_runtime::SaveAdapters;
+use fsdp_runtime::pretrained::SaveAdapters;
 
 use crate::common::lora::{Lora, LoraArgs};
 use crate::export::Export;
@@ -47,7 +47,7 @@ pub fn save_options(export: &Export, base: Option<&Path>) -> SaveAdapters {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use fsdp_runtime::LoraConfig;
+    use fsdp_runtime::lora::LoraConfig;
     use fsdp_runtime::prelude::*;
 
     use super::*;

@@ -4,8 +4,10 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use burn::tensor::Device;
+use fsdp_runtime::Mesh;
+use fsdp_runtime::memory::MemoryForecast;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LoadOptions, MemoryForecast, Mesh, from_pretrained};
+use fsdp_runtime::pretrained::{LoadOptions, from_pretrained};
 
 use crate::common::lora::load_adapters;
 use crate::job::Job;

@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
+use fsdp_runtime::memory::MemoryForecast;
 use fsdp_runtime::optim::AdamWConfig;
+use fsdp_runtime::optim::GradScalerConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{GradScalerConfig, MemoryForecast};
 
 use crate::batch::{Dealer, Padded};
 use crate::checkpoints::{Position, Saver, TrainingState, resume};

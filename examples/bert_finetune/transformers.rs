@@ -13,8 +13,9 @@ use std::path::{Path, PathBuf};
 
 use burn::tensor::Device;
 use clap::Parser;
+use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LoadOptions, LoraConfig, from_pretrained};
+use fsdp_runtime::pretrained::{LoadOptions, from_pretrained};
 
 use crate::batch::{Padded, Padding};
 use crate::bert_config::BertConfig;

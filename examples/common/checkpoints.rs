@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use fsdp_runtime::Rank;
 use fsdp_runtime::checkpoint::{
     Checkpoint, CheckpointManager, MANIFEST, OnSaveError, SaveOutcome, WhenBusy,
 };

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use fsdp_runtime::config::{
     CONFIG_VARIABLE, Config, FsdpSection, MixedPrecision, OVERRIDES_VARIABLE, Overrides,
 };
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 
 /// Prints a line to standard error if `fsdp launch` was given a configuration file, or flags that
 /// are keys of one. Of several processes, that of rank 0 prints it.

@@ -60,7 +60,7 @@ impl DeviceName {
             Self::Wgpu => Ok(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
             #[cfg(feature = "cuda")]
             Self::Cuda(index) => {
-                let found = fsdp_runtime::cuda::require_device(index);
+                let found = fsdp_runtime::launch::cuda::require_device(index);
                 found.map_err(|error| anyhow!("--device cuda: {error} (`--device flex`)"))?;
                 Ok(Device::cuda(index))
             }
@@ -89,7 +89,7 @@ impl DeviceName {
         #[cfg(feature = "cuda")]
         if let Self::Auto | Self::Cuda(_) = self {
             let first = if let Self::Cuda(first) = self { first } else { 0 };
-            return fsdp_runtime::cuda::device_count()
+            return fsdp_runtime::launch::cuda::device_count()
                 .map_or(1, |count| count - first.min(count - 1));
         }
         2
@@ -123,7 +123,7 @@ mod tests {
     #[cfg(feature = "cuda")]
     #[test]
     fn without_a_gpu_the_program_ends_with_one_line() {
-        if fsdp_runtime::cuda::device_count().is_ok() {
+        if fsdp_runtime::launch::cuda::device_count().is_ok() {
             return eprintln!("skipped: this machine has a GPU");
         }
         let mut program = std::process::Command::new(std::env::current_exe().unwrap());

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
-use fsdp_runtime::LoraConfig;
+use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::prelude::*;
 
 use super::parse::{number, positive};

@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use fsdp_runtime::Rank;
+use fsdp_runtime::errors::LaunchError;
+use fsdp_runtime::memory::{MemoryFile, MemoryForecast, MemoryTimeline};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LaunchError, MemoryFile, MemoryForecast, MemoryTimeline, Rank};
 
 /// Where memory over time is written to.
 #[derive(Args, Clone, Debug)]

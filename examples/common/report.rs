@@ -4,8 +4,9 @@ use std::fmt::{self, Display};
 use std::process::ExitCode;
 
 use anyhow::Result;
-use fsdp_runtime::env::{EXIT_REFUSED, RankEnv};
-use fsdp_runtime::{Error, LaunchError, Rank};
+use fsdp_runtime::errors::LaunchError;
+use fsdp_runtime::launch::env::{EXIT_REFUSED, RankEnv};
+use fsdp_runtime::{Error, Rank};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -85,7 +86,7 @@ pub fn of_rank<T>(result: Result<T>) -> Result<T, Box<dyn std::error::Error + Se
 }
 
 /// Returns the exit code of the program after an error, which this function prints to standard
-/// error: [`EXIT_PEER_FAILED`](fsdp_runtime::env::EXIT_PEER_FAILED) if another rank failed,
+/// error: [`EXIT_PEER_FAILED`](fsdp_runtime::launch::env::EXIT_PEER_FAILED) if another rank failed,
 /// [`EXIT_REFUSED`] for an error that a restart does not cure, and otherwise 1.
 ///
 /// The text is written at once, so that the lines of several processes on one terminal do not mix.
@@ -135,8 +136,8 @@ pub fn set_template(bar: &ProgressBar, template: &str) {
 #[cfg(test)]
 mod tests {
     use anyhow::Context as _;
+    use fsdp_runtime::errors::{CheckpointError, CollectiveError};
     use fsdp_runtime::prelude::*;
-    use fsdp_runtime::{CheckpointError, CollectiveError};
 
     use super::*;
 

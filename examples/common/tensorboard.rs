@@ -13,7 +13,7 @@ use std::time::SystemTime;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 use prost::Message;
 
 use super::report;

@@ -7,8 +7,9 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use fsdp_runtime::env::RankEnv;
-use fsdp_runtime::{FsdpTrace, LaunchError};
+use fsdp_runtime::errors::LaunchError;
+use fsdp_runtime::launch::env::RankEnv;
+use fsdp_runtime::trace::FsdpTrace;
 
 /// What to trace.
 #[derive(Args, Clone, Debug)]

@@ -3,7 +3,7 @@
 use std::{fmt, fs};
 
 use burn::tensor::Device;
-use fsdp_runtime::{MemoryError, MemoryForecast};
+use fsdp_runtime::memory::{MemoryError, MemoryForecast};
 
 use crate::cli::Cli;
 use crate::common::device::DeviceName;
@@ -70,7 +70,7 @@ fn gpu_memory(device: DeviceName, ranks: usize) -> Option<usize> {
         DeviceName::Cuda(first) => first,
         _ => return None,
     };
-    let gpus = fsdp_runtime::cuda::driver().ok()?.gpus;
+    let gpus = fsdp_runtime::launch::cuda::driver().ok()?.gpus;
     let gpus = gpus.get(first..)?;
     let least = gpus.iter().take(ranks).map(|gpu| gpu.memory).min()?;
     Some(least / ranks.div_ceil(gpus.len()))
@@ -85,9 +85,9 @@ fn gpu_memory(_: DeviceName, _: usize) -> Option<usize> {
 /// what fairseq logs, or the free host memory for other devices.
 pub fn free_memory(device: &Device) -> Option<usize> {
     #[cfg(feature = "cuda")]
-    if let Some(index) = fsdp_runtime::cuda::index_of(device) {
-        let gpus = fsdp_runtime::cuda::driver().ok()?.gpus;
-        let reserved = fsdp_runtime::DeviceUsage::of(device)?.reserved;
+    if let Some(index) = fsdp_runtime::launch::cuda::index_of(device) {
+        let gpus = fsdp_runtime::launch::cuda::driver().ok()?.gpus;
+        let reserved = fsdp_runtime::memory::DeviceUsage::of(device)?.reserved;
         return Some(gpus.get(index)?.memory.saturating_sub(reserved));
     }
     let _ = device;

@@ -10,7 +10,6 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use burn::optim::ModuleOptimizer;
 use clap::Args;
-use fsdp_runtime::Rank;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
 use fsdp_runtime::prelude::*;
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 use fsdp_runtime::prelude::{FsdpOptions, ShardingStrategy};
 
 use crate::arch::Arch;

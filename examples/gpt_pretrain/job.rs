@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LoadOptions, from_pretrained};
+use fsdp_runtime::pretrained::{LoadOptions, from_pretrained};
 use tempfile::{TempDir, TempPath};
 
 use crate::arch::Arch;

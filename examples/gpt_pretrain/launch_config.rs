@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result};
 use fsdp_runtime::config::{Config, MixedPrecision, Note, StateDictType};
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 
 use crate::cli::Cli;
 use crate::common::device::DeviceName;

@@ -81,7 +81,7 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::Parser;
 use fsdp_runtime::Rank;
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
 use crate::available_memory::AvailableMemory;

@@ -2,7 +2,8 @@
 
 use anyhow::{Context, Result};
 use burn::tensor::{DType, Device};
-use fsdp_runtime::{MemoryForecast, Mesh, WorldSize};
+use fsdp_runtime::memory::MemoryForecast;
+use fsdp_runtime::{Mesh, WorldSize};
 
 use crate::arch::Arch;
 use crate::job::Setup;

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use burn::tensor::FloatDType;
-use fsdp_runtime::GradScalerConfig;
+use fsdp_runtime::optim::GradScalerConfig;
 use fsdp_runtime::prelude::*;
 
 use crate::model::Block;

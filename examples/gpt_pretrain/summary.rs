@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use fsdp_runtime::{Memory, MemoryForecast};
+use fsdp_runtime::memory::{Memory, MemoryForecast};
 use serde::{Serialize, Serializer};
 
 use crate::common::report::{grouped, table_row};

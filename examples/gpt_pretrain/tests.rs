@@ -1,7 +1,7 @@
 //! Tests of whole runs.
 
 use anyhow::bail;
-use fsdp_runtime::MemoryError;
+use fsdp_runtime::memory::MemoryError;
 
 use super::*;
 use crate::arch::Arch;

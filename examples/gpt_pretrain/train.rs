@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use burn::tensor::Tensor;
-use fsdp_runtime::MemoryForecast;
+use fsdp_runtime::memory::MemoryForecast;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 

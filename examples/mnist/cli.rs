@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::device::DeviceName;

@@ -36,7 +36,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 use clap::Parser;
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
 use crate::cli::Cli;

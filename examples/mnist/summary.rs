@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use fsdp_runtime::{Memory, MemoryForecast, MemoryTimeline};
+use fsdp_runtime::memory::{Memory, MemoryForecast, MemoryTimeline};
 use serde::Serialize;
 
 use crate::common::report::{grouped, table_row};

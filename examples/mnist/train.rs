@@ -6,9 +6,11 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, ensure};
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
 use burn::optim::ModuleOptimizer;
+use fsdp_runtime::Mesh;
+use fsdp_runtime::memory::{MemoryForecast, MemoryTimeline};
 use fsdp_runtime::optim::AdadeltaConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{MemoryForecast, MemoryTimeline, Mesh, SavePretrained};
+use fsdp_runtime::pretrained::SavePretrained;
 
 use crate::cli::Cli;
 use crate::common::training::read_loss;

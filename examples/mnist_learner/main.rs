@@ -31,9 +31,9 @@ use burn::train::{Learner, LearnerSummary};
 use clap::Parser;
 use fsdp_runtime::checkpoint::CheckpointManager;
 use fsdp_runtime::optim::AdadeltaConfig;
+use fsdp_runtime::options::FsdpConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{FsdpStrategy, RankLoader, supervised};
-use fsdp_runtime::{FsdpConfig, Rank};
 
 use crate::data::Digits;
 use crate::model::Net;

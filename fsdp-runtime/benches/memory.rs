@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use burn::tensor::Device;
+use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LoadOptions, SavePretrained, from_pretrained};
+use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
 
 #[path = "../tests/support/mlp.rs"]
 mod mlp;

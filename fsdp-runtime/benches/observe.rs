@@ -13,9 +13,10 @@ use std::time::Instant;
 
 use burn::tensor::Device;
 use clap::{Parser, ValueEnum};
+use fsdp_runtime::Error;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FsdpTrace};
+use fsdp_runtime::trace::FsdpTrace;
 
 #[path = "common/allocator.rs"]
 mod allocator;

@@ -24,13 +24,13 @@ mod fully_shard;
 #[cfg(any(doc, doctest))]
 #[path = "../docs/guide.rs"]
 pub mod guide;
-mod launch;
+pub mod launch;
 mod layout;
 mod module;
 pub mod nn;
 mod observe;
 pub mod optim;
-mod options;
+pub mod options;
 mod param_group;
 pub mod plan;
 mod runtime;
@@ -40,53 +40,84 @@ pub mod train;
 pub use fsdp_macros::{FsdpModule, UnitValue, fsdp_unit};
 
 pub use backend::Norm;
-pub use checkpoint::filter::ParamFilter;
-pub use checkpoint::load_report::LoadReport;
-pub use checkpoint::pretrained::{
-    LoadOptions, SaveAdapters, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
-};
-pub use checkpoint::state_dict::{
-    FullState, LocalState, LocalTensor, OptimizerState, ParameterState, Recipient, ShardedState,
-    ShardedTensor, StateDictOptions,
-};
-#[cfg(any(feature = "cli", feature = "nccl"))]
-pub use collectives::cuda;
-#[cfg(feature = "nccl")]
-pub use collectives::nccl::NcclJoinError;
-#[cfg(feature = "nccl")]
-pub use collectives::store::StoreError;
 #[cfg(feature = "nccl")]
 #[doc(hidden)]
 pub use collectives::store::parse_store_message;
-#[cfg(feature = "train")]
-pub use error::LearnerError;
-pub use error::{
-    CheckpointError, CollectiveError, Error, LaunchError, LoadError, LoraError, NotRecomputable,
-    RankPanic, SaveError, ScheduleError, ShardError,
-};
-pub use fully_shard::{
-    ClipOptions, Fsdp, ReducedGradient, Stats, UnitHandle, Unsharded, fully_shard,
-};
-pub use launch::{Engine, EngineError, LaunchOptions, ReduceOp, Worker, env, launch};
-pub use layout::{Mesh, MeshError, Rank, StorageType, WorldSize};
-pub use module::lora::LoraConfig;
-pub use module::{FsdpModule, FsdpUnit, HookedForward, UnitType, UnitValue};
-pub use observe::memory_file::{MemoryFile, MemoryFileError};
+pub use error::Error;
+pub use fully_shard::{Fsdp, fully_shard};
+pub use launch::{Engine, LaunchOptions, Worker, launch};
+pub use layout::{Mesh, Rank, WorldSize};
+pub use module::{FsdpModule, FsdpUnit, UnitValue};
+pub use options::{FsdpOptions, config};
+
+/// Typed errors of every part, as data: what was wrong, where, and what would be right.
+#[cfg_attr(doc, doc = "\nThe guide's page: [troubleshooting](crate::guide::troubleshooting).")]
+pub mod errors {
+    #[cfg(feature = "nccl")]
+    pub use crate::collectives::nccl::NcclJoinError;
+    #[cfg(feature = "nccl")]
+    pub use crate::collectives::store::StoreError;
+    #[cfg(feature = "train")]
+    pub use crate::error::LearnerError;
+    pub use crate::error::{
+        CheckpointError, CollectiveError, Error, LaunchError, LoadError, LoraError,
+        NotRecomputable, RankPanic, SaveError, ScheduleError, ShardError,
+    };
+    pub use crate::launch::EngineError;
+    pub use crate::layout::MeshError;
+}
+
+/// LoRA adapters: small trained matrices beside frozen ones.
+#[cfg_attr(doc, doc = "\nThe guide's page: [LoRA](crate::guide::lora).")]
+pub mod lora {
+    pub use crate::module::lora::LoraConfig;
+}
+
+/// Memory of a rank: forecast, accounting by kind, over time, and as a file.
+#[cfg_attr(doc, doc = "\nThe guide's page: [memory](crate::guide::memory).")]
+pub mod memory {
+    pub use crate::observe::memory_file::{MemoryFile, MemoryFileError};
+    pub use crate::param_group::memory::{
+        DeviceUsage, HostForecast, Memory, MemoryError, MemoryEvent, MemoryForecast, MemoryHolder,
+        MemoryMark, MemoryPeak, MemorySample, MemoryTimeline, Usage,
+    };
+}
+
+/// What a sharded model says of itself, and what a program decides unit by unit: measurements, units
+/// that stay gathered, hooks on gradients, clipping.
+#[cfg_attr(doc, doc = "\nThe guide's page: [options](crate::guide::options).")]
+pub mod model {
+    pub use crate::fully_shard::{ClipOptions, ReducedGradient, Stats, UnitHandle, Unsharded};
+    pub use crate::module::HookedForward;
+    pub use crate::param_group::wrapping::{WrappedUnit, Wrapping};
+    pub use crate::runtime::schedule::Counts;
+}
+
+/// Files of pretrained models: those of Hugging Face, of PyTorch and of PEFT, read and written.
+#[cfg_attr(doc, doc = "\nThe guide's page: [checkpoints](crate::guide::checkpoints).")]
+pub mod pretrained {
+    pub use crate::checkpoint::pretrained::{
+        LoadOptions, SaveAdapters, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
+    };
+}
+
+/// State dicts of a sharded model: full, sharded, or of this rank.
+#[cfg_attr(doc, doc = "\nThe guide's page: [checkpoints](crate::guide::checkpoints).")]
+pub mod state {
+    pub use crate::checkpoint::filter::ParamFilter;
+    pub use crate::checkpoint::load_report::LoadReport;
+    pub use crate::checkpoint::state_dict::{
+        FullState, LocalState, LocalTensor, OptimizerState, ParameterState, Recipient,
+        ShardedState, ShardedTensor, StateDictOptions,
+    };
+}
+
+/// Traces of what ranks do over time, for Perfetto and Chrome.
 #[cfg(feature = "trace")]
-pub use observe::trace::{FsdpTrace, TraceError};
-pub use optim::{GradScaler, GradScalerConfig, Unscaled};
-pub use options::config;
-pub use options::{
-    ActivationCheckpointing, BackwardPrefetch, CheckpointingConfig, FsdpConfig, FsdpOptions,
-    GradientAccumulation, MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward,
-    ShardingStrategy, StoragePolicy, WrapConfig, WrapPolicy,
-};
-pub use param_group::memory::{
-    DeviceUsage, HostForecast, Memory, MemoryError, MemoryEvent, MemoryForecast, MemoryHolder,
-    MemoryMark, MemoryPeak, MemorySample, MemoryTimeline, Usage,
-};
-pub use param_group::wrapping::{WrappedUnit, Wrapping};
-pub use runtime::schedule::Counts;
+#[cfg_attr(doc, doc = "\nThe guide's page: [traces](crate::guide::trace).")]
+pub mod trace {
+    pub use crate::observe::trace::{FsdpTrace, TraceError};
+}
 
 /// The kernels of sharded training, as functions of Burn tensors.
 pub mod kernels {
@@ -95,12 +126,17 @@ pub mod kernels {
 
 /// The types and functions that a program needs to train a sharded model.
 pub mod prelude {
+    pub use crate::model::ClipOptions;
+    pub use crate::optim::{GradScaler, Unscaled};
+    pub use crate::options::{
+        ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, MixedPrecisionPolicy,
+        OffloadPolicy, ReshardAfterForward, ShardingStrategy, StoragePolicy, StorageType,
+        WrapPolicy,
+    };
+    pub use crate::state::Recipient;
     pub use crate::{
-        ActivationCheckpointing, BackwardPrefetch, Engine, Error, Fsdp, FsdpModule, FsdpOptions,
-        FsdpUnit, GradScaler, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, Norm,
-        OffloadPolicy, Recipient, ReshardAfterForward, ShardingStrategy, StoragePolicy,
-        StorageType, UnitValue, Unscaled, Worker, WrapPolicy, fsdp_unit, fully_shard, launch,
-        unit_types,
+        Engine, Error, Fsdp, FsdpModule, FsdpOptions, FsdpUnit, LaunchOptions, Norm, Rank,
+        UnitValue, Worker, fsdp_unit, fully_shard, launch, unit_types,
     };
 }
 

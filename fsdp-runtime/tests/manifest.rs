@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 
-use fsdp_runtime::CheckpointError;
 use fsdp_runtime::checkpoint::{Manifest, seal};
+use fsdp_runtime::errors::CheckpointError;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 

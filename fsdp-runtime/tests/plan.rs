@@ -1,11 +1,9 @@
 //! Plans of large models: published figures, and the time that a plan takes.
 
 use burn::tensor::FloatDType;
+use fsdp_runtime::options::{ActivationCheckpointing, MixedPrecisionPolicy, ShardingStrategy};
 use fsdp_runtime::plan::{Batch, Cluster, Estimate, ModelShape, StepPlan, Transformer};
-use fsdp_runtime::{
-    ActivationCheckpointing, FsdpOptions, Mesh, MixedPrecisionPolicy, Rank, ShardingStrategy,
-    WorldSize,
-};
+use fsdp_runtime::{FsdpOptions, Mesh, Rank, WorldSize};
 
 /// A published step of torchtitan, with FSDP2 alone.
 struct Published {
@@ -182,7 +180,7 @@ fn settings_change_the_estimate() {
     let twice = estimate(&options(), batch.with_micro_batches(2));
     let ratio = (twice.step - twice.optimizer) / (full.step - full.optimizer);
     assert!((1.8..2.2).contains(&ratio), "{ratio}");
-    let params = fsdp_runtime::OffloadPolicy::Params { pin_memory: true };
+    let params = fsdp_runtime::options::OffloadPolicy::Params { pin_memory: true };
     let offloaded = estimate(&options().with_offload(params), batch);
     assert!(offloaded.memory.total() < full.memory.total() && offloaded.step > full.step);
     assert!(offloaded.memory.host.optimizer > 0);

@@ -12,10 +12,13 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use burn::tensor::{Device, Distribution, Tensor};
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::Checkpoint;
+use fsdp_runtime::memory::Memory;
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, Error, FsdpTrace, Memory, TraceError};
+use fsdp_runtime::trace::{FsdpTrace, TraceError};
 use mlp::Sizes;
 use serde_json::Value;
 

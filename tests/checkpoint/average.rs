@@ -3,10 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
+use fsdp_runtime::errors::ScheduleError;
+use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::optim::{AdamWConfig, Ema};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState, LoraConfig, ScheduleError};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{assert_same_bits, assert_same_state};
 use crate::support::{Net, batch, loss, of_rank_0, on_ranks};

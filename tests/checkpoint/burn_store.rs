@@ -2,8 +2,9 @@
 //! wrote.
 
 use burn_store::{BurnpackStore, ModuleSnapshot};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::SaveError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, SaveError};
 
 use crate::support::ranks::launch_options;
 use crate::support::{Net, on_ranks};

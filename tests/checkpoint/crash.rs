@@ -10,9 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use burn::tensor::Device;
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
+use fsdp_runtime::errors::LaunchError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState, LaunchError};
+use fsdp_runtime::state::FullState;
 
 use crate::support::checkpoint::{optimizer, schedule, sharded, train_step};
 use crate::support::compare::assert_same_state;

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use burn::tensor::Device;
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore, list};
+use fsdp_runtime::errors::{CheckpointError, CollectiveError};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, CollectiveError, Error};
 
 use crate::support;
 use crate::support::checkpoint::{optimizer, schedule, sharded, train_step};

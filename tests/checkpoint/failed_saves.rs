@@ -8,9 +8,10 @@ use std::path::Path;
 use std::process::Command;
 
 use burn::tensor::Device;
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, OnSaveError, SaveOutcome, list};
+use fsdp_runtime::errors::{CheckpointError, CollectiveError};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, CollectiveError, Error};
 
 use crate::disk_full::{again, can_mount, folder, succeeds, trained};
 use crate::support::checkpoint::sharded;

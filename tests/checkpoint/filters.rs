@@ -3,12 +3,13 @@
 use std::path::Path;
 
 use burn::optim::AdamWConfig;
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Restore};
+use fsdp_runtime::errors::{CheckpointError, LoadError, SaveError};
+use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{
-    CheckpointError, Error, FullState, LoadError, LoadOptions, LoadReport, LoraConfig, ParamFilter,
-    SaveError, SavePretrained, from_pretrained,
-};
+use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
+use fsdp_runtime::state::{FullState, LoadReport, ParamFilter};
 
 use super::pretrained::{read, save, sharded};
 use crate::support::compare::assert_same_state;

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Tensor, TensorData};
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore, TensorEntry};
+use fsdp_runtime::errors::CheckpointError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, Error};
 
 use crate::support::checkpoint::{BLOCKS, optimizer};
 use crate::support::compare::{Within, assert_close, assert_same_state};

@@ -6,8 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::{LoadError, ScheduleError};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LoadError, LoadOptions, SavePretrained, ScheduleError, from_pretrained};
+use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
 
 use super::pretrained::{read, save};
 use crate::support::compare::assert_same_state;

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::LoadError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState, LoadError, LoadOptions, LoadReport};
+use fsdp_runtime::pretrained::LoadOptions;
+use fsdp_runtime::state::{FullState, LoadReport};
 use safetensors::tensor::{Dtype, TensorView};
 
 use crate::support::compare::assert_same_state;

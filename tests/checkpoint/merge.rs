@@ -4,9 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, MergeOptions, merge};
+use fsdp_runtime::errors::CheckpointError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, Error, LoadOptions, SavePretrained};
+use fsdp_runtime::pretrained::{LoadOptions, SavePretrained};
 
 use crate::support::checkpoint::{BLOCKS, optimizer, schedule, sharded, train_step};
 use crate::support::compare::assert_same_state;

@@ -4,8 +4,12 @@ use std::path::Path;
 
 use burn::module::Module;
 use burn::optim::AdamWConfig;
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::{LoadError, SaveError};
+use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState, LoadError, LoraConfig, SaveAdapters, SaveDtype, SaveError};
+use fsdp_runtime::pretrained::{SaveAdapters, SaveDtype};
+use fsdp_runtime::state::FullState;
 use safetensors::SafeTensors;
 
 use crate::support::transformer::Numbered;

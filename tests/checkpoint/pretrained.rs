@@ -7,11 +7,13 @@ use std::path::Path;
 use burn::module::{Module, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LinearConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::{CollectiveError, LoadError, SaveError};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{
-    CollectiveError, Error, FullState, LoadError, LoadOptions, SaveDtype, SaveError,
-    SavePretrained, from_pretrained, merge_safetensors,
+use fsdp_runtime::pretrained::{
+    LoadOptions, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
 };
+use fsdp_runtime::state::FullState;
 use safetensors::{Dtype, SafeTensors};
 
 use super::initialisation::Counted;

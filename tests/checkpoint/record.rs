@@ -6,8 +6,10 @@ use burn::module::{Lora, Module, ParamGroup};
 use burn::nn::LinearConfig;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor, Tolerance};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::LoadError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LoadError, LoadOptions};
+use fsdp_runtime::pretrained::LoadOptions;
 
 use super::initialisation::Counted;
 use super::pretrained::{Tied, files, sharded, tied, tokens};

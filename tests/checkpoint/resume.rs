@@ -5,9 +5,11 @@ use std::path::Path;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use fsdp_runtime::checkpoint::{Checkpoint, CheckpointManager, Manifest, Restore, list};
+use fsdp_runtime::errors::CheckpointError;
 use fsdp_runtime::optim::AdadeltaConfig;
+use fsdp_runtime::optim::GradScalerConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, Error, GradScalerConfig, unit_types};
+use fsdp_runtime::{Error, unit_types};
 
 use crate::support::checkpoint::{Part, optimizer, resumed, schedule, sharded, train_step};
 use crate::support::compare::{Within, assert_close, assert_same_bits, assert_same_state};

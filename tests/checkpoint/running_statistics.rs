@@ -4,9 +4,10 @@
 use std::path::Path;
 
 use burn::tensor::{Int, Tensor, TensorData};
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, Restore};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LoadOptions, SavePretrained};
+use fsdp_runtime::pretrained::{LoadOptions, SavePretrained};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 

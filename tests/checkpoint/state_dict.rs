@@ -1,8 +1,10 @@
 //! State dicts in memory: sharded, local and full, of models and of optimizers.
 
 use burn::optim::ModuleOptimizer;
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::CheckpointError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, Error, FullState, OptimizerState};
+use fsdp_runtime::state::{FullState, OptimizerState};
 
 use crate::support::checkpoint::{optimizer, schedule, sharded, train_step};
 use crate::support::compare::assert_same_state;
@@ -159,7 +161,7 @@ fn a_state_of_another_layout_is_refused_with_every_difference() {
         assert!(state.parameters.is_empty(), "the optimizer is unchanged");
         unknown.parameters.insert(
             "nowhere".into(),
-            fsdp_runtime::ParameterState {
+            fsdp_runtime::state::ParameterState {
                 scalars: Default::default(),
                 tensors: Default::default(),
             },

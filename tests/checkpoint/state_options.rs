@@ -6,11 +6,10 @@ use burn::module::Module;
 use burn::nn::LinearConfig;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::TensorData;
+use fsdp_runtime::errors::{CheckpointError, CollectiveError, ScheduleError};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{
-    CheckpointError, CollectiveError, Error, FullState, ParamFilter, Rank, ScheduleError,
-    StateDictOptions,
-};
+use fsdp_runtime::state::{FullState, ParamFilter, StateDictOptions};
+use fsdp_runtime::{Error, Rank};
 
 use super::filters::assert_loaded;
 use super::ignored::{PATH, ignoring, own};

@@ -6,9 +6,12 @@ use std::path::Path;
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::DType;
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, Dtype, Manifest, MergeOptions, Restore, merge};
+use fsdp_runtime::errors::CheckpointError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, Error, FullState, LoadOptions, SaveDtype, SavePretrained};
+use fsdp_runtime::pretrained::{LoadOptions, SaveDtype, SavePretrained};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{assert_same_state, assert_state_differs};
 use crate::support::transformer::Numbered;
@@ -222,7 +225,7 @@ fn files_of_weights_load_into_codes() {
                 for block in &mut plain.blocks {
                     block.up.weight = block.up.weight.clone().set_require_grad(false);
                 }
-                let (net, _) = fsdp_runtime::from_pretrained(
+                let (net, _) = fsdp_runtime::pretrained::from_pretrained(
                     plain,
                     worker,
                     options(storage),

@@ -6,8 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use burn::tensor::Device;
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::LoadError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState, LoadError, LoadOptions, from_pretrained, merge_safetensors};
+use fsdp_runtime::pretrained::{LoadOptions, from_pretrained, merge_safetensors};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::assert_same_state;
 use crate::support::small::Pair;

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use burn::optim::ModuleOptimizer;
 use fsdp_runtime::checkpoint::{Checkpoint, Manifest, Restore};
+use fsdp_runtime::errors::CheckpointError;
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CheckpointError, Error, Rank};
+use fsdp_runtime::{Error, Rank};
 
 use crate::support::checkpoint::sharded;
 use crate::support::compare::{Parameters, Within, assert_parameters_close};

@@ -7,8 +7,10 @@ mod reshard;
 
 use burn::optim::SgdConfig;
 use burn::tensor::FloatDType;
+use fsdp_runtime::errors::{ScheduleError, ShardError};
+use fsdp_runtime::options::FsdpConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{FsdpConfig, FullState, ScheduleError, ShardError};
+use fsdp_runtime::state::FullState;
 
 use super::mlp::{Block, HIDDEN, Mlp, WIDTH, gradient, input, loss, of_rank_0, on_ranks, sharded};
 use super::support::compare::{assert_same_bits, assert_same_state};
@@ -97,7 +99,7 @@ fn the_forecast_counts_the_buffers_of_single_units() {
         of_rank_0(2, move |worker| {
             let mesh = fsdp_runtime::Mesh::new(worker.rank(), worker.world());
             let plain = Mlp::new(BLOCKS, worker.device());
-            let forecast = fsdp_runtime::MemoryForecast::new(&plain, mesh, &options)?;
+            let forecast = fsdp_runtime::memory::MemoryForecast::new(&plain, mesh, &options)?;
             let model = sharded(BLOCKS, worker, options.clone())?;
             assert_eq!(forecast.gathered, model.stats().gather_buffer_bytes(), "{options:?}");
             assert_eq!(model.stats().memory().gathered.now, forecast.gathered);

@@ -5,9 +5,10 @@ use std::collections::HashMap;
 use burn::module::{Lora, Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
+use fsdp_runtime::memory::{MemoryError, MemoryForecast};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{MemoryError, MemoryForecast, Mesh, Rank, WorldSize};
+use fsdp_runtime::{Mesh, Rank, WorldSize};
 
 use super::mlp::{Block, Mlp, WIDTH, loss, of_rank_0, on_ranks};
 

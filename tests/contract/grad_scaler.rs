@@ -2,8 +2,10 @@
 
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::Tensor;
+use fsdp_runtime::Error;
+use fsdp_runtime::optim::GradScalerConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState, GradScalerConfig};
+use fsdp_runtime::state::FullState;
 
 use super::mlp::{Mlp, input, loss, on_ranks, sharded};
 use super::support::compare::assert_same_state;

@@ -4,7 +4,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor};
-use fsdp_runtime::ShardError;
+use fsdp_runtime::errors::ShardError;
 use fsdp_runtime::prelude::*;
 
 use super::mlp::{Mlp, WIDTH, input, loss, on_ranks};

@@ -2,7 +2,7 @@
 //! accounting.
 
 use burn::optim::AdamWConfig;
-use fsdp_runtime::Memory;
+use fsdp_runtime::memory::Memory;
 use fsdp_runtime::prelude::*;
 
 use super::mlp::{HIDDEN, WIDTH, input, loss, of_rank_0, on_ranks, sharded};

@@ -3,8 +3,9 @@
 use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
+use fsdp_runtime::Error;
+use fsdp_runtime::model::HookedForward;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, HookedForward};
 
 use crate::support::mlp::Sizes;
 pub use crate::support::mlp::{Block, Mlp, loss};

@@ -3,10 +3,11 @@
 use burn::module::{Lora, Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
+use fsdp_runtime::model::{Counts, HookedForward};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::plan::{Batch, Cluster, StepPlan};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, HookedForward, Mesh, Rank, WorldSize};
+use fsdp_runtime::{Mesh, Rank, WorldSize};
 
 use super::mlp::{Block, WIDTH, loss, on_ranks};
 use super::support::trace::{only, record};

@@ -2,8 +2,9 @@
 //!
 //! Containers and types that cannot be units do not compile: see `tests/ui`.
 
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::ShardError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, ShardError};
 
 use super::mlp::{on_ranks, sharded};
 

@@ -7,8 +7,9 @@ use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, FullState};
+use fsdp_runtime::state::FullState;
 
 use super::mlp::{
     Block, Mlp, WIDTH, full_gradient, gradient, input, loss, of_rank_0, on_ranks, sharded,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use fsdp_runtime::NotRecomputable;
+use fsdp_runtime::errors::NotRecomputable;
 
 use super::{files, matches, page, rows, text};
 

@@ -4,8 +4,9 @@
 use std::{env, fs};
 
 use burn::tensor::{Device, FloatDType};
+use fsdp_runtime::memory::MemoryForecast;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{MemoryForecast, Mesh, Rank, WorldSize};
+use fsdp_runtime::{Mesh, Rank, WorldSize};
 
 use super::gpt::Gpt;
 use super::{page, path};

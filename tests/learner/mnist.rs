@@ -25,11 +25,12 @@ use burn::train::{
     ExecutionStrategy, Learner, LearnerModel, LearningResult, MetricEarlyStoppingStrategy,
     MetricRegistration, StoppingCondition, SupervisedTraining,
 };
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::CheckpointManager;
 use fsdp_runtime::optim::AdadeltaConfig;
+use fsdp_runtime::options::FsdpConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{FsdpStrategy, RankLoader, supervised};
-use fsdp_runtime::{Error, FsdpConfig};
 use tempfile::tempdir;
 
 use self::data::{Digit, Digits};

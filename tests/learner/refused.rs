@@ -6,9 +6,10 @@ use std::sync::Arc;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::grad_clipping::GradientClipping;
 use burn::optim::{AdamWConfig, LambConfig};
+use fsdp_runtime::errors::{LaunchError, LearnerError, ScheduleError};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{FsdpStrategy, RankLoader};
-use fsdp_runtime::{Error, LaunchError, LearnerError, ScheduleError, WorldSize};
+use fsdp_runtime::{Error, WorldSize};
 use tempfile::tempdir;
 
 use super::model::{Batch, Row, Rows, rows};

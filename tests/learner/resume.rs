@@ -8,9 +8,10 @@ use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataloader::batcher::Batcher;
 use burn::module::Module;
 use burn::tensor::Device;
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::{LaunchError, LearnerError};
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{RankLoader, supervised};
-use fsdp_runtime::{Error, LaunchError, LearnerError};
 use tempfile::tempdir;
 
 use super::model::{Batch, Row, Rows, rows};

@@ -13,10 +13,11 @@ use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::Device;
 use burn::train::metric::{AccuracyMetric, LossMetric};
 use burn::train::{ExecutionStrategy, Learner, LearningResult, SupervisedTraining};
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::CheckpointManager;
+use fsdp_runtime::errors::LaunchError;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{FsdpStrategy, RankLoader, supervised};
-use fsdp_runtime::{Error, LaunchError};
 
 use super::model::{Batch, Net, Row, Rows, rows};
 

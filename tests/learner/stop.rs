@@ -9,9 +9,9 @@ use burn::tensor::Device;
 use burn::train::metric::store::{Aggregate, Direction, Split};
 use burn::train::metric::{AccuracyMetric, LossMetric};
 use burn::train::{Interrupter, MetricEarlyStoppingStrategy, StoppingCondition};
+use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::train::{RankLoader, supervised};
-use fsdp_runtime::{Error, Rank};
 use tempfile::tempdir;
 
 use super::model::{Batch, Row, Rows, rows};

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, Restore};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState};
+use fsdp_runtime::state::FullState;
 
 use super::{Net, batch, loss, of_rank_0};
 

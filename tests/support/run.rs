@@ -3,8 +3,10 @@
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::Device;
+use fsdp_runtime::Error;
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, Error, FullState};
+use fsdp_runtime::state::FullState;
 
 use super::compare::{Within, assert_close, assert_same_bits, assert_same_state};
 use super::ranks::launch_options;

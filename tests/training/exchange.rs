@@ -2,8 +2,10 @@
 //! `reduce` and `gather_for_metrics`.
 
 use burn::tensor::{Bool, Int, Tensor, TensorData};
+use fsdp_runtime::errors::{CollectiveError, LaunchError};
+use fsdp_runtime::launch::ReduceOp;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CollectiveError, Error, LaunchError, Rank, ReduceOp};
+use fsdp_runtime::{Error, Rank};
 use serde::{Deserialize, Serialize};
 
 use crate::support::on_ranks;

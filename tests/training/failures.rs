@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::{CollectiveError, LaunchError, RankPanic, ShardError};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{CollectiveError, Error, LaunchError, RankPanic, ShardError};
 
 use crate::support::{Net, batch, loss};
 

@@ -5,12 +5,13 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use fsdp_runtime::Error;
 use fsdp_runtime::nn::{
     AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig,
     LinearCrossEntropyOptions, WeightLayout, attention, gelu, linear_cross_entropy, recompute,
 };
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{Within, assert_close, assert_same_bits, assert_same_state};
 use crate::support::of_rank_0;

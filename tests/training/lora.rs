@@ -3,8 +3,9 @@
 use burn::module::{Lora, Module};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::Error;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{Within, assert_close};
 use crate::support::mlp::{Mlp, Sizes, loss};

@@ -4,12 +4,11 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use fsdp_runtime::Mesh;
+use fsdp_runtime::errors::{CollectiveError, LaunchError, RankPanic, ScheduleError};
+use fsdp_runtime::memory::{Memory, MemoryFileError, MemoryForecast, MemoryTimeline};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{
-    CollectiveError, LaunchError, Memory, MemoryFileError, MemoryForecast, MemoryTimeline, Mesh,
-    RankPanic, ScheduleError,
-};
 use serde_json::Value;
 
 use crate::support::ranks::launch_options;

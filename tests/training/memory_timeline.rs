@@ -1,7 +1,7 @@
 //! The record of memory over time agrees with the accounting at every moment.
 
 use burn::optim::GradientsParams;
-use fsdp_runtime::MemorySample;
+use fsdp_runtime::memory::MemorySample;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 

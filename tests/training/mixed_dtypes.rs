@@ -10,8 +10,10 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdafactorConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{DType, FloatDType, Tensor};
 use fsdp_runtime::__private::FlatLayout;
+use fsdp_runtime::memory::MemoryForecast;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState, MemoryForecast, Mesh, WorldSize};
+use fsdp_runtime::state::FullState;
+use fsdp_runtime::{Error, Mesh, WorldSize};
 use model::{
     BLOCKS, Block, FULL, HALF, HIDDEN, Net, OTHER, Plain, ROWS, Run, WIDTH, gradients, on_ranks,
     rows,

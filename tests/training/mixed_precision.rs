@@ -9,8 +9,9 @@ use burn::nn::{
 };
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
+use fsdp_runtime::optim::GradScalerConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{FullState, GradScalerConfig};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::assert_state_differs;
 use crate::support::{Block, Net, Run, batch, loss, of_rank_0, on_ranks};

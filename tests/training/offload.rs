@@ -4,7 +4,7 @@
 use burn::module::{Module, Param};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
-use fsdp_runtime::Memory;
+use fsdp_runtime::memory::Memory;
 use fsdp_runtime::prelude::*;
 
 use crate::support::compare::assert_same_state;

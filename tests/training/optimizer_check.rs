@@ -12,9 +12,10 @@ use burn::optim::{
     RmsPropConfig, SgdConfig, SgdState,
 };
 use burn::tensor::{Device, Tensor};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::ScheduleError;
 use fsdp_runtime::optim::{AdadeltaConfig, AdamWConfig, WholeParam};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, ScheduleError};
 
 use crate::support::ranks::launch_options;
 use crate::support::whole_param::{OPTIMIZERS, lamb};

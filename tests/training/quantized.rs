@@ -1,8 +1,9 @@
 //! All-gathers and reductions in 8 bits: their errors, their bytes, and what they depend on.
 
 use burn::tensor::{FloatDType, Tensor, TensorData};
+use fsdp_runtime::errors::ShardError;
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, ShardError};
 
 use crate::storage::assert_as_forecast;
 use crate::storage::model::Run;

@@ -8,8 +8,10 @@ mod values;
 
 use burn::optim::{LambConfig, ModuleOptimizer};
 use burn::tensor::FloatDType;
+use fsdp_runtime::Mesh;
+use fsdp_runtime::errors::{ScheduleError, ShardError};
+use fsdp_runtime::memory::MemoryForecast;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{MemoryForecast, Mesh, ScheduleError, ShardError};
 use model::{BLOCKS, Block, Embed, Net, Run, mixed, partly};
 
 use crate::support::compare::{assert_same_bits, assert_same_state};

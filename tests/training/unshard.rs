@@ -2,8 +2,9 @@
 
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{FloatDType, Int, Tensor};
+use fsdp_runtime::errors::ScheduleError;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{FullState, ScheduleError};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{assert_same_bits, assert_same_state};
 use crate::support::{Net, batch, loss, of_rank_0, on_ranks, ranks};

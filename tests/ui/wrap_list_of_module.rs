@@ -2,7 +2,8 @@
 
 use burn::module::Module;
 use burn::nn::Linear;
-use fsdp_runtime::{FsdpModule, UnitType, unit_types};
+use fsdp_runtime::options::UnitType;
+use fsdp_runtime::{FsdpModule, unit_types};
 
 #[derive(Module, FsdpModule, Debug)]
 pub struct Block {

@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::TensorData;
-use fsdp_runtime::FullState;
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{
     Parameters, Within, assert_close, assert_parameters_close, assert_same_bits, assert_same_state,

@@ -4,8 +4,11 @@
 use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::ShardError;
+use fsdp_runtime::model::HookedForward;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState, HookedForward, ShardError};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::assert_same_state;
 use crate::support::ranks::launch_options;

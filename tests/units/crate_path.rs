@@ -5,8 +5,9 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor};
+use vendored::fsdp_runtime::Error;
+use vendored::fsdp_runtime::model::Counts;
 use vendored::fsdp_runtime::prelude::*;
-use vendored::fsdp_runtime::{Counts, Error};
 
 /// Stands for a crate that re-exports the runtime.
 mod vendored {

@@ -7,8 +7,11 @@ use burn::nn::{Linear, LinearConfig, Lstm, LstmConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor, TensorData, Tolerance};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::ScheduleError;
+use fsdp_runtime::model::{Counts, HookedForward};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, Error, FullState, HookedForward, ScheduleError};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{Within, assert_close, assert_same_bits, assert_same_state};
 use crate::support::ranks::launch_options;

@@ -7,7 +7,7 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use fsdp_runtime::Counts;
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::prelude::*;
 
 use crate::support::on_ranks;

@@ -5,8 +5,8 @@ use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use fsdp_runtime::FullState;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{Within, assert_close};
 use crate::support::on_ranks;

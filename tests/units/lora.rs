@@ -3,8 +3,9 @@
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor};
+use fsdp_runtime::errors::LoraError;
+use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LoraConfig, LoraError};
 
 #[derive(Module, Debug)]
 #[fsdp_unit]

@@ -9,10 +9,11 @@ use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, L
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData, Tolerance};
+use fsdp_runtime::memory::MemoryForecast;
+use fsdp_runtime::model::{Counts, HookedForward};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{
-    Counts, Error, FullState, HookedForward, MemoryForecast, Mesh, Rank, WorldSize,
-};
+use fsdp_runtime::state::FullState;
+use fsdp_runtime::{Error, Mesh, Rank, WorldSize};
 
 use crate::support::compare::{
     Within, assert_close, assert_parameters_close, assert_same_bits, assert_same_state,

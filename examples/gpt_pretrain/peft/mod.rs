@@ -17,8 +17,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use fsdp_runtime::Rank;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Rank, SaveAdapters};
+use fsdp_runtime::pretrained::SaveAdapters;
 use serde_json::json;
 use tempfile::TempDir;
 

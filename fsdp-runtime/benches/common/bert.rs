@@ -4,8 +4,8 @@ use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
-use fsdp_runtime::MixedPrecisionPolicy;
 use fsdp_runtime::nn::{LayerNorm, LayerNormConfig, gelu, softmax};
+use fsdp_runtime::options::MixedPrecisionPolicy;
 use fsdp_runtime::prelude::*;
 
 /// Sizes of the model and of a rank's batch.

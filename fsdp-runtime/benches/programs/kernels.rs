@@ -17,9 +17,10 @@ use std::time::Instant;
 use burn::optim::Optimizer;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use clap::{Parser, ValueEnum};
+use fsdp_runtime::Norm;
 use fsdp_runtime::kernels::{self, MaskSource};
 use fsdp_runtime::optim::{AdamWConfig, SgdConfig};
-use fsdp_runtime::{Norm, StorageType};
+use fsdp_runtime::options::StorageType;
 use rayon::prelude::*;
 
 const MEGABYTES: [usize; 3] = [1, 16, 64];

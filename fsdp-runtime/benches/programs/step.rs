@@ -191,7 +191,8 @@ fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
         None => options.with_device(Device::flex()),
         #[cfg(feature = "cuda")]
         Some(index) => {
-            fsdp_runtime::cuda::require_device(index).unwrap_or_else(|error| panic!("{error}"));
+            fsdp_runtime::launch::cuda::require_device(index)
+                .unwrap_or_else(|error| panic!("{error}"));
             options.with_device(Device::cuda(index)).with_engine(Engine::Nccl)
         }
         #[cfg(not(feature = "cuda"))]

@@ -3,8 +3,8 @@
 use std::fs;
 use std::process::{Command, ExitCode, Stdio};
 
-use fsdp_runtime::cuda;
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::cuda;
+use fsdp_runtime::launch::env::RankEnv;
 
 use crate::{config, console};
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::ValueEnum;
-use fsdp_runtime::SaveDtype;
 use fsdp_runtime::checkpoint::{MergeOptions, merge};
+use fsdp_runtime::pretrained::SaveDtype;
 
 use crate::console;
 

@@ -12,9 +12,10 @@ use std::path::Path;
 use std::process::Command;
 
 use burn::tensor::{Device, Distribution, Tensor};
+use fsdp_runtime::Error;
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FsdpTrace};
+use fsdp_runtime::trace::FsdpTrace;
 use mlp::Sizes;
 use serde_json::Value;
 

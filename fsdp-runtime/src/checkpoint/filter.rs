@@ -6,7 +6,8 @@ use std::collections::BTreeSet;
 /// Conditions add up: a parameter is selected that meets all of them.
 ///
 /// ```
-/// use fsdp_runtime::{ParamFilter, SavePretrained};
+/// use fsdp_runtime::pretrained::SavePretrained;
+/// use fsdp_runtime::state::ParamFilter;
 ///
 /// // The encoder without its frozen parameters.
 /// let filter = ParamFilter::new().with_trainable_only().with_submodule("encoder");

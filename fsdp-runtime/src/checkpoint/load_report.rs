@@ -11,7 +11,7 @@ pub struct LoadReport {
     /// Keys of the file or state that the model lacks and that the options allow to skip.
     pub unexpected: Vec<String>,
     /// Keys of another shape or dtype in the file, each with a description of the difference. Empty
-    /// unless [`LoadOptions::with_strict`](crate::LoadOptions::with_strict) allows differences.
+    /// unless [`LoadOptions::with_strict`](crate::pretrained::LoadOptions::with_strict) allows differences.
     pub misshapen: Vec<String>,
     /// Keys of the file or state whose parameters the filter leaves out.
     pub filtered: Vec<String>,

@@ -48,7 +48,7 @@ impl MergeOptions {
     }
 
     /// Sets the maximum number of bytes of tensors in one file, as
-    /// [`SavePretrained::with_max_shard_size`](crate::SavePretrained::with_max_shard_size) does.
+    /// [`SavePretrained::with_max_shard_size`](crate::pretrained::SavePretrained::with_max_shard_size) does.
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
         self

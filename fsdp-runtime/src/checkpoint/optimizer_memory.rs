@@ -24,7 +24,7 @@ impl<M: FsdpModule> Stats<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Record`](crate::CheckpointError::Record) where Burn cannot convert the
+    /// [`CheckpointError::Record`](crate::errors::CheckpointError::Record) where Burn cannot convert the
     /// state to a record.
     pub fn record_optimizer(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         let mut ids = Vec::new();

@@ -238,7 +238,7 @@ pub enum ScheduleError {
         found: String,
     },
     /// Gradients whose norm is infinite or NaN, clipped with
-    /// [`error_if_nonfinite`](crate::ClipOptions::with_error_if_nonfinite).
+    /// [`error_if_nonfinite`](crate::model::ClipOptions::with_error_if_nonfinite).
     #[error(
         "the norm of the gradients is {norm}: {}; no gradient was changed; check the batch of that step, lower \
          the learning rate, or use a `GradScaler` with f16",

@@ -25,7 +25,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part
     /// within the time-out. [`ScheduleError`] if two units need the same gather buffer, if `loss` is not
     /// one element with autodiff or depends on no trained parameter, or if an earlier backward pass
     /// has consumed its graph.
@@ -41,7 +41,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// The [`backward`](Self::backward) that ends the step returns the sum of the gradients of all
     /// micro-batches. For their mean, divide each loss by the number of micro-batches.
-    /// [`GradientAccumulation`](crate::GradientAccumulation) says what each micro-batch costs.
+    /// [`GradientAccumulation`](crate::options::GradientAccumulation) says what each micro-batch costs.
     ///
     /// # Errors
     ///

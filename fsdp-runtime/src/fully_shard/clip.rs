@@ -55,7 +55,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part
     /// within the time-out.
     pub fn clip_grad_norm(
         &self,
@@ -74,7 +74,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part
     /// within the time-out.
     pub fn clip_grad_norm_by(
         &self,
@@ -93,7 +93,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// # Errors
     ///
     /// [`ScheduleError::NonFiniteNorm`] on every rank for a norm that is infinite or NaN, if the options
-    /// ask for it. The gradients have not changed then. [`CollectiveError`](crate::CollectiveError) if
+    /// ask for it. The gradients have not changed then. [`CollectiveError`](crate::errors::CollectiveError) if
     /// another rank fails or does not take part within the time-out.
     pub fn clip_grad_norm_with(
         &self,

@@ -49,7 +49,7 @@ use crate::runtime::schedule::{Schedule, Settings, block_group};
 /// # Errors
 ///
 /// [`ShardError`] for a model that cannot be sharded, on every rank, and
-/// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
+/// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part within
 /// the time-out.
 pub fn fully_shard<M: HookedForward>(
     module: M,

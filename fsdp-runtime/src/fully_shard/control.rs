@@ -21,10 +21,10 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::ControlledDuringPass`](crate::ScheduleError::ControlledDuringPass) between a
+    /// [`ScheduleError::ControlledDuringPass`](crate::errors::ScheduleError::ControlledDuringPass) between a
     /// forward and its backward,
-    /// [`ShardError::InvalidOption`](crate::ShardError::InvalidOption) for a `To` that does not divide
-    /// the shard group, and [`CollectiveError`](crate::CollectiveError) if a rank gives another value
+    /// [`ShardError::InvalidOption`](crate::errors::ShardError::InvalidOption) for a `To` that does not divide
+    /// the shard group, and [`CollectiveError`](crate::errors::CollectiveError) if a rank gives another value
     /// or does not take part within the time-out.
     pub fn set_reshard_after_forward(&self, reshard: ReshardAfterForward) -> Result<(), Error> {
         self.reshard_after_forward(None, reshard)
@@ -52,7 +52,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// [`ShardError::InvalidOption`](crate::ShardError::InvalidOption) for a number that is not
+    /// [`ShardError::InvalidOption`](crate::errors::ShardError::InvalidOption) for a number that is not
     /// positive and finite, and otherwise those of
     /// [`set_reshard_after_forward`](Self::set_reshard_after_forward).
     pub fn set_gradient_divide_factor(&self, factor: f64) -> Result<(), Error> {
@@ -110,10 +110,10 @@ impl<M: FsdpModule> Fsdp<M> {
 
 impl<M> Fsdp<M> {
     /// Sets the most bytes that the model may take on this rank's device, as
-    /// [`Stats::memory`](crate::Stats::memory) counts them; `None`, the default, for no limit.
+    /// [`Stats::memory`](crate::model::Stats::memory) counts them; `None`, the default, for no limit.
     ///
     /// Once they have exceeded the limit at any moment, the next forward or backward of a unit ends with
-    /// [`ScheduleError::MemoryLimit`](crate::ScheduleError::MemoryLimit), which names the largest
+    /// [`ScheduleError::MemoryLimit`](crate::errors::ScheduleError::MemoryLimit), which names the largest
     /// holders. Activations that Burn's operations keep do not count. PyTorch's
     /// `torch.cuda.set_per_process_memory_fraction`, in bytes.
     pub fn set_memory_limit(&self, limit: Option<usize>) {
@@ -126,7 +126,7 @@ impl<M> Fsdp<M> {
     /// It is called once a step, when [`backward`](Self::backward) or
     /// [`collect_gradients`](Self::collect_gradients) ends: after the reduction, after the gradients
     /// of all micro-batches are added up, and before clipping. Under a
-    /// [`GradScaler`](crate::GradScaler) gradients are still scaled then. The tensor has the elements
+    /// [`GradScaler`](crate::optim::GradScaler) gradients are still scaled then. The tensor has the elements
     /// that this rank owns, flattened, and the function returns as many. Ranks call it for different
     /// parameters, because a rank has no gradient of a parameter whose shard is empty; so it must not
     /// run collectives. Gradients of ignored parameters are left out.
@@ -190,7 +190,7 @@ impl<M: FsdpModule> UnitHandle<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::UnknownUnit`](crate::ScheduleError::UnknownUnit), and those of
+    /// [`ScheduleError::UnknownUnit`](crate::errors::ScheduleError::UnknownUnit), and those of
     /// [`Fsdp::set_reshard_after_forward`].
     pub fn set_forward_prefetch(&self, units: &[&str]) -> Result<(), Error> {
         let (what, units) = self.prefetched("forward_prefetch", units)?;

@@ -98,7 +98,7 @@ impl<M: Module> Fsdp<M> {
     ///
     /// # Panics
     ///
-    /// Unwinds with [`ScheduleError::ChangedWhileUnsharded`](crate::ScheduleError) if a unit is kept
+    /// Unwinds with [`ScheduleError::ChangedWhileUnsharded`](crate::errors::ScheduleError) if a unit is kept
     /// gathered.
     pub(crate) fn map_module(self, map: impl FnOnce(M) -> M) -> Self {
         self.schedule.begin_change().unwrap_or_else(|error| raise(error));
@@ -116,7 +116,7 @@ impl<M: Module> Module for Fsdp<M> {
     /// # Panics
     ///
     /// With the feature `train`, unwinds with
-    /// [`LearnerError::NoStrategy`](crate::LearnerError::NoStrategy) at several ranks, because
+    /// [`LearnerError::NoStrategy`](crate::errors::LearnerError::NoStrategy) at several ranks, because
     /// Burn's own training strategies begin with this call; `launch` returns the error.
     fn fork(self, device: &Device) -> Self {
         #[cfg(feature = "train")]
@@ -157,7 +157,7 @@ impl<M: Module> Module for Fsdp<M> {
     ///
     /// # Panics
     ///
-    /// Unwinds with [`SaveError::Snapshot`](crate::SaveError::Snapshot) if `burn-store` collects
+    /// Unwinds with [`SaveError::Snapshot`](crate::errors::SaveError::Snapshot) if `burn-store` collects
     /// the tensors of the model; `launch` returns the error.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         if type_name::<V>().starts_with("burn_store::")

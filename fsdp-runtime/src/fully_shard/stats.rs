@@ -64,7 +64,7 @@ impl<M> Stats<'_, M> {
     }
 
     /// Returns the bytes that this rank holds in host memory in place of device memory: parameters,
-    /// gradients and optimizer state under an [`OffloadPolicy`](crate::OffloadPolicy), and
+    /// gradients and optimizer state under an [`OffloadPolicy`](crate::options::OffloadPolicy), and
     /// offloaded activations.
     pub fn host_memory(&self) -> Memory {
         self.model.schedule.host_memory()

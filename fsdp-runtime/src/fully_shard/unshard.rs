@@ -46,7 +46,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// calls it.
     ///
     /// Each unit is gathered once, into memory of its own, which
-    /// [`stats().memory()`](crate::Stats::memory) counts as gathered: the full model in the dtypes in
+    /// [`stats().memory()`](crate::model::Stats::memory) counts as gathered: the full model in the dtypes in
     /// which it computes. Until the guard is dropped, forwards run without any collective, so ranks
     /// may run different numbers of them, as text generation does. Backward reduces gradients as
     /// usual. Numbers are the same with and without a guard. PyTorch's `FSDPModule.unshard`, without
@@ -58,7 +58,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// # Errors
     ///
     /// [`ScheduleError::UnshardDuringPass`] within a forward or a backward, and between the two, and
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
+    /// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part within
     /// the time-out.
     ///
     /// While a guard lives, a change of the parameters through a clone of the model unwinds with
@@ -129,7 +129,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part within
+    /// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part within
     /// the time-out.
     pub fn into_plain(self) -> Result<M, Error> {
         catch_error(|| self.materialize().module)

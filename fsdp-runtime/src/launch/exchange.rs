@@ -68,7 +68,7 @@ impl Worker {
     /// ```
     /// use fsdp_runtime::prelude::*;
     ///
-    /// # fn main() -> Result<(), fsdp_runtime::LaunchError> {
+    /// # fn main() -> Result<(), fsdp_runtime::errors::LaunchError> {
     /// launch(LaunchOptions::new(2), |worker| {
     ///     let names = worker.exchange(format!("rank {}", worker.rank()))?;
     ///     assert_eq!(*names[1], "rank 1");

@@ -24,6 +24,9 @@ mod start;
 mod threads;
 mod worker;
 
+#[cfg(any(feature = "cli", feature = "nccl"))]
+pub use crate::collectives::cuda;
+
 pub use self::engine::Engine;
 pub use self::error::EngineError;
 pub use self::exchange::ReduceOp;

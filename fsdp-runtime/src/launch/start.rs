@@ -28,7 +28,7 @@ use crate::layout::{Rank, WorldSize};
 /// # Errors
 ///
 /// [`LaunchError`] with the first failing rank and its own error. A panic becomes a
-/// [`RankPanic`](crate::RankPanic); ranks that cannot be started as asked give an [`EngineError`].
+/// [`RankPanic`](crate::errors::RankPanic); ranks that cannot be started as asked give an [`EngineError`].
 /// A thread rank that neither ends nor reaches a collective within the time-out after a failure is
 /// left running, so that the launch returns. A process that has had a failed launch ends all
 /// processes when it exits.

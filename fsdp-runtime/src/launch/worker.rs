@@ -70,7 +70,7 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) when a rank does not call it within the time-out.
+    /// [`CollectiveError`](crate::errors::CollectiveError) when a rank does not call it within the time-out.
     pub fn barrier(&self) -> Result<(), Error> {
         self.exchange_as("barrier", "the worker", ()).map(|_| ())
     }
@@ -81,7 +81,7 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) when a rank does not call it within the time-out.
+    /// [`CollectiveError`](crate::errors::CollectiveError) when a rank does not call it within the time-out.
     pub fn agree_steps(&self, own: usize) -> Result<usize, Error> {
         let all = self.exchange_as("all_gather", "the number of steps", own)?;
         Ok(all.iter().map(|steps| **steps).min().unwrap_or(own))

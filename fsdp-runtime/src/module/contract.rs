@@ -124,7 +124,7 @@ pub trait FsdpModule: Module + 'static {
 /// A module under [`#[fsdp_unit]`](macro@crate::fsdp_unit): the parameters that are gathered
 /// together before its `forward`, and whose gradients are reduced together after its backward.
 ///
-/// Use it as a bound where only units are allowed, as [`UnitType::of`](crate::UnitType::of) does.
+/// Use it as a bound where only units are allowed, as [`UnitType::of`](crate::options::UnitType::of) does.
 /// [`FsdpModule`] has an example of a unit.
 ///
 /// # Errors

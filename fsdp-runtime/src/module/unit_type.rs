@@ -7,7 +7,7 @@ use super::contract::{FsdpModule, FsdpUnit};
 
 /// The type of a unit, as an element of the lists that options take.
 ///
-/// [`WrapPolicy::TransformerBased`](crate::WrapPolicy::TransformerBased), among others, takes such
+/// [`WrapPolicy::TransformerBased`](crate::options::WrapPolicy::TransformerBased), among others, takes such
 /// a list. [`unit_types!`](crate::unit_types) makes a list from types. Two values are equal if
 /// their types have the same full path. A value from a configuration, which has only the name of a
 /// type, is equal to every type of that name.
@@ -70,7 +70,8 @@ impl UnitType {
 /// use burn::module::Module;
 /// use burn::nn::Linear;
 /// use burn::tensor::Tensor;
-/// use fsdp_runtime::{UnitType, fsdp_unit, unit_types};
+/// use fsdp_runtime::options::UnitType;
+/// use fsdp_runtime::{fsdp_unit, unit_types};
 ///
 /// #[derive(Module, Debug)]
 /// #[fsdp_unit]
@@ -92,6 +93,6 @@ impl UnitType {
 #[macro_export]
 macro_rules! unit_types {
     ($($ty:ty),* $(,)?) => {
-        const { &[$($crate::UnitType::of::<$ty>()),*] as &[$crate::UnitType] }
+        const { &[$($crate::options::UnitType::of::<$ty>()),*] as &[$crate::options::UnitType] }
     };
 }

@@ -54,7 +54,7 @@ impl AttentionOptions {
 
 /// Returns the bytes that [`attention`] keeps for backward, if a tensor is tracked and there is no padding
 /// mask: query, key, value, output, and a number for each query. For
-/// [`MemoryForecast::with_activations`](crate::MemoryForecast::with_activations).
+/// [`MemoryForecast::with_activations`](crate::memory::MemoryForecast::with_activations).
 ///
 /// `query` is the shape `[batch, heads, query_length, width]`, and `value` the shape
 /// `[batch, heads, key_length, value_width]`.

@@ -101,7 +101,7 @@ impl LinearCrossEntropyOptions {
 
 /// Returns the bytes that [`linear_cross_entropy`] keeps for backward, if hidden values and weight are
 /// tracked and there is no bias: their gradients, in f32, or in f64 for tensors of f64. For
-/// [`MemoryForecast::with_activations`](crate::MemoryForecast::with_activations).
+/// [`MemoryForecast::with_activations`](crate::memory::MemoryForecast::with_activations).
 ///
 /// `hidden` is the shape `[rows, width]`.
 pub fn linear_cross_entropy_bytes(hidden: [usize; 2], classes: usize, dtype: DType) -> usize {

@@ -8,7 +8,7 @@ use crate::module::UnitValue;
 /// Computes `f(inputs)` and keeps only the inputs for backward, which runs `f` again.
 ///
 /// This is PyTorch's `torch.utils.checkpoint.checkpoint` for a few operations, where
-/// [`ActivationCheckpointing`](crate::ActivationCheckpointing) recomputes whole units. The first run
+/// [`ActivationCheckpointing`](crate::options::ActivationCheckpointing) recomputes whole units. The first run
 /// records no graph, so what `f` computes on the way is freed at once. Both runs draw the same masks from
 /// [`Dropout`](super::Dropout), and results and gradients have the bits that `f(inputs)` has by itself, if
 /// no input is used by several operations of `f`; else gradients are added up in another order.

@@ -33,8 +33,8 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// [`OptimizerClipsByNorm`](crate::ScheduleError::OptimizerClipsByNorm) and
-    /// [`OptimizerNeedsMatrix`](crate::ScheduleError::OptimizerNeedsMatrix).
+    /// [`OptimizerClipsByNorm`](crate::errors::ScheduleError::OptimizerClipsByNorm) and
+    /// [`OptimizerNeedsMatrix`](crate::errors::ScheduleError::OptimizerNeedsMatrix).
     pub fn check_optimizer(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         let mut find = FindSharded { units: self.schedule.units(), found: Vec::new() };
         self.module.visit_params(&mut find);

@@ -15,7 +15,7 @@ use crate::param_group::memory::Counted;
 /// * parameter` after each step. PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`.
 ///
 /// Each rank averages its own shards, so that no collective runs, and the average takes as much
-/// memory as the shards of trainable parameters ([`Memory::averages`](crate::Memory::averages)).
+/// memory as the shards of trainable parameters ([`Memory::averages`](crate::memory::Memory::averages)).
 /// Frozen parameters, running statistics and ignored parameters are those of the model at the last
 /// update.
 ///
@@ -105,7 +105,7 @@ impl<M: FsdpModule> EmaModel<M> {
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::ChangedWhileUnsharded`](crate::ScheduleError::ChangedWhileUnsharded) while a
+    /// [`ScheduleError::ChangedWhileUnsharded`](crate::errors::ScheduleError::ChangedWhileUnsharded) while a
     /// unit is kept gathered.
     pub fn swap_in<'a>(&'a mut self, model: &'a mut Fsdp<M>) -> Result<SwappedIn<'a, M>, Error> {
         model.schedule.begin_change()?;

@@ -69,7 +69,8 @@ impl GradScalerConfig {
 ///
 /// ```no_run
 /// # use burn::{optim::{AdamWConfig, GradientsParams, ModuleOptimizer}, tensor::Tensor};
-/// # use fsdp_runtime::{Error, Fsdp, FsdpModule, GradScaler, Unscaled};
+/// # use fsdp_runtime::optim::{GradScaler, Unscaled};
+/// # use fsdp_runtime::{Error, Fsdp, FsdpModule};
 /// # fn step<M: FsdpModule>(
 /// #     mut model: Fsdp<M>, loss: Tensor<1>, scaler: &mut GradScaler, optimizer: &mut ModuleOptimizer,
 /// # ) -> Result<Fsdp<M>, Error> {
@@ -137,7 +138,7 @@ impl GradScaler {
     /// # Errors
     ///
     /// [`ScheduleError::LossScaleMismatch`] if ranks have different scales, and
-    /// [`CollectiveError`](crate::CollectiveError) if another rank fails or does not take part
+    /// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part
     /// within the time-out.
     pub fn unscale<M: FsdpModule>(
         &mut self,

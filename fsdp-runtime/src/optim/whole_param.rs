@@ -81,7 +81,7 @@ impl WholeParam {
     /// # Errors
     ///
     /// [`ScheduleError::GradientMismatch`] if a rank has no gradient of a parameter that has one on
-    /// other ranks, and [`CollectiveError`](crate::CollectiveError) if another rank fails or does
+    /// other ranks, and [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does
     /// not take part within the time-out. The model is lost in both cases.
     ///
     /// # Panics

@@ -29,7 +29,8 @@ use crate::module::{FsdpModule, UnitType};
 /// use burn::module::Module;
 /// use burn::nn::Linear;
 /// use burn::tensor::Tensor;
-/// use fsdp_runtime::{FsdpConfig, ShardingStrategy, WrapConfig, fsdp_unit};
+/// use fsdp_runtime::options::{FsdpConfig, ShardingStrategy, WrapConfig};
+/// use fsdp_runtime::fsdp_unit;
 ///
 /// #[derive(Module, Debug)]
 /// #[fsdp_unit(root)]

@@ -379,7 +379,7 @@ impl FsdpOptions {
     ///
     /// Shards are allocated from shapes alone, and values that parameters already have are dropped.
     /// The use of a parameter before it is loaded is the error
-    /// [`ScheduleError::NotLoaded`](crate::ScheduleError::NotLoaded). In PyTorch this is a model on
+    /// [`ScheduleError::NotLoaded`](crate::errors::ScheduleError::NotLoaded). In PyTorch this is a model on
     /// the `meta` device.
     pub const fn with_deferred_init(mut self, deferred: bool) -> Self {
         self.deferred_init = deferred;
@@ -400,8 +400,8 @@ impl FsdpOptions {
     /// steps whole parameters. Default: on.
     ///
     /// An optimizer that clips by norm or needs whole matrices is then an error:
-    /// [`ScheduleError::OptimizerClipsByNorm`](crate::ScheduleError::OptimizerClipsByNorm) or
-    /// [`ScheduleError::OptimizerNeedsMatrix`](crate::ScheduleError::OptimizerNeedsMatrix). Turn
+    /// [`ScheduleError::OptimizerClipsByNorm`](crate::errors::ScheduleError::OptimizerClipsByNorm) or
+    /// [`ScheduleError::OptimizerNeedsMatrix`](crate::errors::ScheduleError::OptimizerNeedsMatrix). Turn
     /// the check off for an optimizer whose result on shards is wanted, or that draws random
     /// numbers.
     pub const fn with_optimizer_check(mut self, check: bool) -> Self {

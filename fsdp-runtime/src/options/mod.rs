@@ -22,3 +22,5 @@ pub use self::precision::MixedPrecisionPolicy;
 pub(crate) use self::precision::{Precision, computed};
 pub(crate) use self::resolve::{divide_factor, leads_to, resolve_reshard};
 pub use self::storage::StoragePolicy;
+pub use crate::layout::StorageType;
+pub use crate::module::UnitType;

@@ -18,7 +18,8 @@ const SUPPORTED: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDTyp
 ///
 /// ```
 /// use burn::tensor::FloatDType;
-/// use fsdp_runtime::{FsdpOptions, MixedPrecisionPolicy};
+/// use fsdp_runtime::options::MixedPrecisionPolicy;
+/// use fsdp_runtime::FsdpOptions;
 ///
 /// let policy = MixedPrecisionPolicy::new()
 ///     .with_param_dtype(FloatDType::BF16)
@@ -28,7 +29,7 @@ const SUPPORTED: [FloatDType; 3] = [FloatDType::F32, FloatDType::BF16, FloatDTyp
 /// ```
 ///
 /// A dtype is `F32`, `BF16` or `F16`. With `F16`, small gradients underflow to zero without a
-/// [`GradScaler`](crate::GradScaler).
+/// [`GradScaler`](crate::optim::GradScaler).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[must_use]

@@ -11,7 +11,7 @@ use crate::layout::StorageType;
 /// called, and *trained* if it does. On a device without autodiff all are frozen.
 ///
 /// A frozen parameter that is stored in another form than f32 cannot be trained later: its use
-/// after it was unfrozen is [`ScheduleError::FrozenStorage`](crate::ScheduleError::FrozenStorage).
+/// after it was unfrozen is [`ScheduleError::FrozenStorage`](crate::errors::ScheduleError::FrozenStorage).
 ///
 /// # Training in bf16
 ///
@@ -24,11 +24,12 @@ use crate::layout::StorageType;
 /// on the number of ranks, the strategy or the wrapping, and a run that is resumed from a checkpoint
 /// continues to the bit.
 ///
-/// `F32` with a [`MixedPrecisionPolicy`](crate::MixedPrecisionPolicy) in bf16 is the alternative with a
+/// `F32` with a [`MixedPrecisionPolicy`](crate::options::MixedPrecisionPolicy) in bf16 is the alternative with a
 /// master in f32: shards are stored in f32, and cast to bf16 for each all-gather.
 ///
 /// ```
-/// use fsdp_runtime::{FsdpOptions, StoragePolicy, StorageType};
+/// use fsdp_runtime::options::{StoragePolicy, StorageType};
+/// use fsdp_runtime::FsdpOptions;
 ///
 /// // QLoRA: the frozen base in 4 bits.
 /// let options = FsdpOptions::new()

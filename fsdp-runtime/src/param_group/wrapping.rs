@@ -22,7 +22,7 @@ pub struct WrappedUnit {
     pub unsharded_bytes: usize,
 }
 
-/// The units of a sharded model, as [`Stats::wrapping`](crate::Stats::wrapping) returns them.
+/// The units of a sharded model, as [`Stats::wrapping`](crate::model::Stats::wrapping) returns them.
 ///
 /// `Display` prints them as a tree, one unit per line.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -202,7 +202,7 @@ impl StepPlan {
         Rehearsal::new(&self.units, timing, self.mesh, keeps_sent).step(micro_batches)
     }
 
-    /// Returns the counts by which [`Stats::counts`](crate::Stats::counts) grows in a step of
+    /// Returns the counts by which [`Stats::counts`](crate::model::Stats::counts) grows in a step of
     /// `micro_batches` micro-batches. Those of `fusion` and of single gathers are 0.
     pub fn counts(&self, micro_batches: usize) -> Counts {
         self.actions(micro_batches).1

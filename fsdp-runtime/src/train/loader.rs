@@ -47,7 +47,7 @@ use crate::layout::{Rank, WorldSize};
 ///     }
 /// }
 ///
-/// # fn main() -> Result<(), fsdp_runtime::LaunchError> {
+/// # fn main() -> Result<(), fsdp_runtime::errors::LaunchError> {
 /// let ranks = launch(LaunchOptions::new(2), |worker| {
 ///     let items = InMemDataset::new((0..7).collect());
 ///     let loader = RankLoader::new(Numbers, items, &worker).batch_size(2).build();

@@ -1,8 +1,8 @@
 //! Codes of elements, and the elements of codes.
 
 use burn::tensor::FloatDType;
-use fsdp_runtime::StorageType;
 use fsdp_runtime::kernels::{self, KernelError};
+use fsdp_runtime::options::StorageType;
 
 use super::support::{LENGTHS, devices, dtypes, elements_of, numbers, tensor};
 

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 
 use fsdp_runtime::checkpoint::{Manifest, parse_bytes, seal};
 use fsdp_runtime::config::{Config, Overrides, update};
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 
 /// A reader.
 pub struct Target {

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::fmt::{Debug, Display};
 
 use burn::tensor::TensorData;
-use fsdp_runtime::FullState;
+use fsdp_runtime::state::FullState;
 
 /// The largest difference between a value and the expected one.
 #[derive(Clone, Copy, Debug)]

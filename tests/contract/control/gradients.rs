@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
+use fsdp_runtime::errors::{LaunchError, ScheduleError};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{LaunchError, ScheduleError};
 
 use super::super::mlp::{HIDDEN, Mlp, gradient, input, loss, on_ranks, sharded};
 use super::super::support::ranks::launch_options;

@@ -1,8 +1,8 @@
 //! When units are resharded, and how the gradients of micro-batches are accumulated.
 
 use burn::optim::{GradientsParams, SgdConfig};
-use fsdp_runtime::FullState;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::state::FullState;
 
 use super::super::mlp::{
     Block, HIDDEN, WIDTH, gradient, input, loss, of_rank_0, on_ranks, sharded,

@@ -7,9 +7,10 @@ use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Distribution, Tensor};
+use fsdp_runtime::Error;
+use fsdp_runtime::errors::{LaunchError, NotRecomputable, RankPanic, ScheduleError, ShardError};
 use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, LaunchError, NotRecomputable, RankPanic, ScheduleError, ShardError};
 
 use super::{ALL, of_rank_0};
 

@@ -8,9 +8,10 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::activation::relu;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, FullState};
+use fsdp_runtime::state::FullState;
 
 use super::{ALL, of_rank_0};
 use crate::support::compare::{Parameters, Within, assert_parameters_close, assert_same_state};

@@ -7,10 +7,12 @@ use burn::module::{Module, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::activation::tanh;
 use burn::tensor::{DType, Device, Tensor, TensorData};
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, Restore};
+use fsdp_runtime::model::Counts;
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Counts, Error, FullState};
+use fsdp_runtime::state::FullState;
 
 use crate::support::of_rank_0;
 pub use crate::support::on_ranks;

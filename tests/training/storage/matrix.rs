@@ -6,11 +6,12 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, LambConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor, TensorData};
+use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, Restore};
 use fsdp_runtime::nn::{Dropout, DropoutConfig};
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState};
+use fsdp_runtime::state::FullState;
 
 use crate::support::compare::{assert_same_bits, assert_same_state};
 use crate::support::of_rank_0;

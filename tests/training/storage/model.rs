@@ -3,9 +3,10 @@
 use burn::module::Module;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::Device;
+use fsdp_runtime::Error;
 use fsdp_runtime::optim::WholeParam;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{Error, FullState};
+use fsdp_runtime::state::FullState;
 
 use crate::support::transformer::Numbered;
 pub use crate::support::{Block, Embed, Net};

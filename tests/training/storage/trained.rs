@@ -2,8 +2,9 @@
 
 use burn::optim::SgdConfig;
 use burn::tensor::{FloatDType, Tensor};
+use fsdp_runtime::Mesh;
+use fsdp_runtime::memory::MemoryForecast;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::{MemoryForecast, Mesh};
 
 use super::model::Run;
 use super::{assert_as_forecast, assert_same, assert_whole_matrices_are_stepped};

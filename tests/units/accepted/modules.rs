@@ -8,7 +8,8 @@ use burn::nn::{BatchNorm, Embedding, Gelu, LayerNorm, Linear, Lstm, PositionalEn
 use burn::tensor::{Int, Tensor};
 
 use fsdp_runtime::__private::{Kind, Node};
-use fsdp_runtime::{FsdpModule, UnitType, fsdp_unit, unit_types};
+use fsdp_runtime::options::UnitType;
+use fsdp_runtime::{FsdpModule, fsdp_unit, unit_types};
 
 #[derive(Debug, Clone, Default)]
 pub struct Counters(pub usize);

@@ -5,7 +5,8 @@ use std::fmt::Display;
 use fsdp_runtime::config::{
     AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, FsdpSection, MixedPrecision, StateDictType,
 };
-use fsdp_runtime::{BackwardPrefetch, ShardingStrategy, cuda};
+use fsdp_runtime::launch::cuda;
+use fsdp_runtime::options::{BackwardPrefetch, ShardingStrategy};
 
 use super::ask::{Answer, Ask};
 

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use fsdp_runtime::cuda;
+use fsdp_runtime::launch::cuda;
 
 use super::error::LaunchError;
 use super::exit::{Exit, signal_name};

@@ -3,7 +3,7 @@
 use std::io;
 
 use fsdp_runtime::config::ConfigError;
-use fsdp_runtime::env::{EnvError, Launcher};
+use fsdp_runtime::launch::env::{EnvError, Launcher};
 
 use super::flags::Answer;
 

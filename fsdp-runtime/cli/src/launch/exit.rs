@@ -4,7 +4,7 @@ use std::fmt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
-use fsdp_runtime::env::{EXIT_PEER_FAILED, EXIT_REFUSED};
+use fsdp_runtime::launch::env::{EXIT_PEER_FAILED, EXIT_REFUSED};
 use rustix::process::Signal;
 
 /// Exit code of a Rust program that panicked.

@@ -63,7 +63,7 @@ mod supervisor;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use fsdp_runtime::cuda;
+use fsdp_runtime::launch::cuda;
 
 use self::error::LaunchError;
 use self::plan::LaunchPlan;

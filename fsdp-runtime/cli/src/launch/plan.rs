@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use fsdp_runtime::config::{CONFIG_VARIABLE, Config, DEBUG_VARIABLE, OVERRIDES_VARIABLE};
-use fsdp_runtime::env::{Launcher, RankEnv};
+use fsdp_runtime::launch::env::{Launcher, RankEnv};
 
 use super::error::LaunchError;
 use super::rendezvous;

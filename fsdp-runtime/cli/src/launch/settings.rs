@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use fsdp_runtime::config::{Config, Overrides};
-use fsdp_runtime::cuda;
+use fsdp_runtime::launch::cuda;
 
 use super::error::LaunchError;
 use super::flags::{Answer, Flags};

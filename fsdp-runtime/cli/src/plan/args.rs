@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use burn::tensor::FloatDType;
 use clap::ValueEnum;
-use fsdp_runtime::plan::{Accelerator, Batch, Cluster, Link, ModelShape, StepPlan, Transformer};
-use fsdp_runtime::{
-    ActivationCheckpointing, FsdpOptions, Mesh, MixedPrecisionPolicy, OffloadPolicy, Rank,
-    ShardingStrategy, WorldSize,
+use fsdp_runtime::options::{
+    ActivationCheckpointing, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy,
 };
+use fsdp_runtime::plan::{Accelerator, Batch, Cluster, Link, ModelShape, StepPlan, Transformer};
+use fsdp_runtime::{FsdpOptions, Mesh, Rank, WorldSize};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {

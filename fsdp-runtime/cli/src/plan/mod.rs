@@ -226,7 +226,7 @@ fn settings(candidate: &Candidate) -> String {
 }
 
 fn offload(candidate: &Candidate) -> &'static str {
-    use fsdp_runtime::OffloadPolicy::{None, OptimizerOnly};
+    use fsdp_runtime::options::OffloadPolicy::{None, OptimizerOnly};
     match candidate.offload {
         None => "none",
         OptimizerOnly => "optimizer",

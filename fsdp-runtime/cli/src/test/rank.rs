@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::Device;
 use fsdp_runtime::config::{Config, MixedPrecision};
-use fsdp_runtime::env::RankEnv;
+use fsdp_runtime::launch::env::RankEnv;
 use fsdp_runtime::prelude::*;
 
 use super::model::{Batch, Model};
@@ -74,7 +74,7 @@ fn launch_ranks(ranks: usize) -> Result<(), BoxedError> {
 /// Returns the device of the configuration, and whether it is a GPU with NCCL.
 fn device(config: &Config) -> (Device, bool) {
     #[cfg(feature = "cuda")]
-    if !config.use_cpu && fsdp_runtime::cuda::device_count().is_ok_and(|count| count > 0) {
+    if !config.use_cpu && fsdp_runtime::launch::cuda::device_count().is_ok_and(|count| count > 0) {
         return (Device::cuda(0), true);
     }
     let _ = config;

@@ -39,7 +39,7 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`SaveError`] on rank 0, [`CollectiveError`](crate::CollectiveError) on the others.
+    /// [`SaveError`] on rank 0, [`CollectiveError`](crate::errors::CollectiveError) on the others.
     pub fn save_burnpack(&self, path: impl AsRef<Path>) -> Result<(), Error> {
         let ranks = Ranks::from(self.model);
         let params = record_params(self.model);

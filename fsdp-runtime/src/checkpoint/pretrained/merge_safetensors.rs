@@ -14,7 +14,7 @@ use crate::error::Error;
 ///
 /// # Errors
 ///
-/// [`LoadError`](crate::LoadError) where the input cannot be read, [`SaveError`](crate::SaveError)
+/// [`LoadError`](crate::errors::LoadError) where the input cannot be read, [`SaveError`](crate::errors::SaveError)
 /// where the output cannot be written.
 pub fn merge_safetensors(from: impl AsRef<Path>, out: impl AsRef<Path>) -> Result<(), Error> {
     let source = Source::open(from.as_ref())?;

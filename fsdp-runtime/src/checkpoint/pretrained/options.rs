@@ -63,7 +63,7 @@ impl LoadOptions {
 
     /// Sets whether the file must fit the model, as it must by default. With `false` everything that
     /// fits is loaded: keys that are missing, unexpected or of another shape or dtype are listed in
-    /// the [`LoadReport`](crate::LoadReport), and such parameters keep their values. PyTorch's
+    /// the [`LoadReport`](crate::state::LoadReport), and such parameters keep their values. PyTorch's
     /// `load_state_dict(strict=False)`, which refuses other shapes.
     pub fn with_strict(mut self, strict: bool) -> Self {
         self.lenient = !strict;

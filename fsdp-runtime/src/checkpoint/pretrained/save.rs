@@ -39,7 +39,7 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`SaveError`] on the rank that found it, [`CollectiveError`](crate::CollectiveError) on the
+    /// [`SaveError`] on the rank that found it, [`CollectiveError`](crate::errors::CollectiveError) on the
     /// others.
     pub fn save_pretrained(
         &self,

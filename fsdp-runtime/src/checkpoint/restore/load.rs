@@ -19,9 +19,9 @@ impl Restore<'_> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError`](crate::CheckpointError) on the ranks that found the error, with every
+    /// [`CheckpointError`](crate::errors::CheckpointError) on the ranks that found the error, with every
     /// difference in one error, and
-    /// [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others.
+    /// [`CollectiveError::PeerFailed`](crate::errors::CollectiveError::PeerFailed) on the others.
     pub fn load(self, worker: &Worker, folder: impl AsRef<Path>) -> Result<Restored, Error> {
         load(self, &Ranks::from(worker), folder.as_ref())
     }

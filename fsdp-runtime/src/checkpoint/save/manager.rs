@@ -116,8 +116,8 @@ impl CheckpointManager {
     /// # Errors
     ///
     /// Those of [`Checkpoint::save`], and the errors of the previous background save. Under
-    /// [`OnSaveError::Warn`], those that are no [`CheckpointError::Io`](crate::CheckpointError::Io)
-    /// and no [`CheckpointError::Timeout`](crate::CheckpointError::Timeout).
+    /// [`OnSaveError::Warn`], those that are no [`CheckpointError::Io`](crate::errors::CheckpointError::Io)
+    /// and no [`CheckpointError::Timeout`](crate::errors::CheckpointError::Timeout).
     pub fn save(&mut self, checkpoint: &Checkpoint<'_>) -> Result<Saved, Error> {
         let begun = Instant::now();
         let _span = save_span();
@@ -191,7 +191,7 @@ impl CheckpointManager {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io) where the root folder cannot be read.
+    /// [`CheckpointError::Io`](crate::errors::CheckpointError::Io) where the root folder cannot be read.
     pub fn latest(&self) -> Result<Option<PathBuf>, Error> {
         let leads = self.ranks.leads();
         let listing = if leads { folder::list(self.root()) } else { Ok(Default::default()) };

@@ -36,7 +36,7 @@ impl Checkpoint<'_> {
     /// # Errors
     ///
     /// [`CheckpointError`] on the rank that found the error, and
-    /// [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others.
+    /// [`CollectiveError::PeerFailed`](crate::errors::CollectiveError::PeerFailed) on the others.
     pub fn save(&self, worker: &Worker, folder: impl AsRef<Path>) -> Result<(), Error> {
         let _span = save_span();
         save(self, &Ranks::from(worker), folder.as_ref(), None)

@@ -29,9 +29,9 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Filter`](crate::CheckpointError::Filter) where the filter does not fit
-    /// the model, [`CheckpointError::RanksDiffer`](crate::CheckpointError::RanksDiffer) where ranks
-    /// have other options, and [`CollectiveError`](crate::CollectiveError) when another rank does
+    /// [`CheckpointError::Filter`](crate::errors::CheckpointError::Filter) where the filter does not fit
+    /// the model, [`CheckpointError::RanksDiffer`](crate::errors::CheckpointError::RanksDiffer) where ranks
+    /// have other options, and [`CollectiveError`](crate::errors::CollectiveError) when another rank does
     /// not take part in time.
     pub fn sharded_with(&self, options: &StateDictOptions) -> Result<ShardedState, Error> {
         let ranks = Ranks::from(self.model);
@@ -72,8 +72,8 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError`](crate::CollectiveError) when another rank does not take part in time,
-    /// and [`ShardError::InvalidOption`](crate::ShardError::InvalidOption) for a recipient outside
+    /// [`CollectiveError`](crate::errors::CollectiveError) when another rank does not take part in time,
+    /// and [`ShardError::InvalidOption`](crate::errors::ShardError::InvalidOption) for a recipient outside
     /// of this world.
     pub fn full(&self, recipient: Recipient) -> Result<FullState, Error> {
         recipient.check(self.model.mesh().world)?;
@@ -85,9 +85,9 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// # Errors
     ///
-    /// Those of [`full`](Self::full), [`CheckpointError::Filter`](crate::CheckpointError::Filter)
+    /// Those of [`full`](Self::full), [`CheckpointError::Filter`](crate::errors::CheckpointError::Filter)
     /// where the filter does not fit the model, and
-    /// [`CheckpointError::RanksDiffer`](crate::CheckpointError::RanksDiffer) where ranks have other
+    /// [`CheckpointError::RanksDiffer`](crate::errors::CheckpointError::RanksDiffer) where ranks have other
     /// options.
     pub fn full_with(
         &self,

@@ -49,7 +49,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
     /// # Errors
     ///
     /// Those of [`load_sharded`](Self::load_sharded) on the ranks that found them, and
-    /// [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others; the model
+    /// [`CollectiveError::PeerFailed`](crate::errors::CollectiveError::PeerFailed) on the others; the model
     /// is unchanged on all ranks. Missing and unexpected keys are no error with
     /// [`with_strict(false)`](StateDictOptions::with_strict), unless a parameter is missing on some
     /// ranks only. [`CheckpointError::Filter`] where the filter does not fit the model, and
@@ -97,7 +97,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
     /// # Errors
     ///
     /// [`CheckpointError::StateMismatch`] with every difference on the ranks that provide the
-    /// state, and [`CollectiveError`](crate::CollectiveError) on the others; the model is
+    /// state, and [`CollectiveError`](crate::errors::CollectiveError) on the others; the model is
     /// unchanged.
     pub fn load_full(&mut self, state: &FullState, from: Recipient) -> Result<(), Error> {
         from.check(self.model.mesh().world)?;

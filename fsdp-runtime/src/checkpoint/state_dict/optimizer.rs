@@ -47,7 +47,7 @@ impl<M: FsdpModule> State<'_, M> {
     /// # Errors
     ///
     /// Those of [`sharded_optimizer`](Self::sharded_optimizer) on the ranks that found them, and
-    /// [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others.
+    /// [`CollectiveError::PeerFailed`](crate::errors::CollectiveError::PeerFailed) on the others.
     /// [`CheckpointError::Filter`] where the filter does not fit the model, and
     /// [`CheckpointError::RanksDiffer`] where ranks have other options.
     pub fn sharded_optimizer_with(
@@ -84,7 +84,7 @@ impl<M: FsdpModule> State<'_, M> {
     /// # Errors
     ///
     /// Those of [`sharded_optimizer`](Self::sharded_optimizer), and
-    /// [`CollectiveError`](crate::CollectiveError) when another rank does not take part in time.
+    /// [`CollectiveError`](crate::errors::CollectiveError) when another rank does not take part in time.
     pub fn full_optimizer(
         &self,
         optimizer: &ModuleOptimizer,
@@ -141,7 +141,7 @@ impl<M: FsdpModule> State<'_, M> {
     /// # Errors
     ///
     /// Those of [`load_sharded_optimizer`](Self::load_sharded_optimizer) on the ranks that found
-    /// them, and [`CollectiveError::PeerFailed`](crate::CollectiveError::PeerFailed) on the others;
+    /// them, and [`CollectiveError::PeerFailed`](crate::errors::CollectiveError::PeerFailed) on the others;
     /// the optimizer is unchanged on all ranks. [`CheckpointError::StateMismatch`] where some
     /// ranks' states lack a parameter that others have. [`CheckpointError::Filter`] where the
     /// filter does not fit the model, and [`CheckpointError::RanksDiffer`] where ranks have other
@@ -226,7 +226,7 @@ impl WholeParam {
     /// # Errors
     ///
     /// [`CheckpointError::Record`] for state that Burn cannot convert to a record, and
-    /// [`CollectiveError`](crate::CollectiveError) when another rank does not take part in time.
+    /// [`CollectiveError`](crate::errors::CollectiveError) when another rank does not take part in time.
     pub fn full_state<M: FsdpModule>(
         &self,
         model: &Fsdp<M>,

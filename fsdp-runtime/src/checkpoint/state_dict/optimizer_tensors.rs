@@ -9,7 +9,7 @@ use super::layout::LocalLayout;
 use crate::checkpoint::scalar::Scalars;
 
 /// State of an optimizer by module path. `T` is the form of the tensors: [`TensorData`] for full
-/// tensors, [`ShardedTensor`](crate::ShardedTensor) for this rank's elements, [`LocalTensor`] for
+/// tensors, [`ShardedTensor`](crate::state::ShardedTensor) for this rank's elements, [`LocalTensor`] for
 /// this rank's tensors in the shapes in which they are stored.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OptimizerState<T> {

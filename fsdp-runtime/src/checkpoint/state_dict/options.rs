@@ -6,7 +6,7 @@ use crate::checkpoint::filter::ParamFilter;
 /// state must have exactly these. The default is all parameters, strictly.
 ///
 /// ```
-/// use fsdp_runtime::{ParamFilter, StateDictOptions};
+/// use fsdp_runtime::state::{ParamFilter, StateDictOptions};
 ///
 /// // The encoder's trained parameters, from a state that may lack some of them.
 /// let filter = ParamFilter::new().with_trainable_only().with_submodule("encoder");
@@ -36,7 +36,7 @@ impl StateDictOptions {
 
     /// Sets whether a state that is loaded must have exactly the selected parameters, as it must by
     /// default. With `false` missing and unexpected keys are listed in the
-    /// [`LoadReport`](crate::LoadReport), and missing parameters keep their values and their
+    /// [`LoadReport`](crate::state::LoadReport), and missing parameters keep their values and their
     /// optimizer state. A tensor of another shape or dtype stays an error, as with PyTorch's
     /// `strict=False`.
     pub fn with_strict(mut self, strict: bool) -> Self {

@@ -36,7 +36,7 @@ impl Selection {
     /// # Errors
     ///
     /// On the ranks that found the error: [`CheckpointError::Filter`], and
-    /// [`ShardError::InvalidOption`](crate::ShardError::InvalidOption) for a recipient outside of
+    /// [`ShardError::InvalidOption`](crate::errors::ShardError::InvalidOption) for a recipient outside of
     /// this world. [`CheckpointError::RanksDiffer`] on every rank.
     pub(super) fn agreed(
         model: &dyn ShardedModel,

@@ -23,7 +23,8 @@ use crate::module::{FsdpModule, ModulePath, UnitType};
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::tensor::{Device, Tensor};
 /// use fsdp_runtime::prelude::*;
-/// use fsdp_runtime::{LoraConfig, LoraError};
+/// use fsdp_runtime::errors::LoraError;
+/// use fsdp_runtime::lora::LoraConfig;
 ///
 /// #[derive(Module, Debug)]
 /// #[fsdp_unit(root)]

@@ -12,7 +12,7 @@ const MAX_SAMPLES: usize = 20_000;
 
 /// A record of a model's memory on one rank over time, and the file that it is written to.
 ///
-/// [`Stats::memory_file`](crate::Stats::memory_file) starts it. [`finish`](Self::finish) writes the
+/// [`Stats::memory_file`](crate::model::Stats::memory_file) starts it. [`finish`](Self::finish) writes the
 /// file. If the value is dropped before, because an error or a panic ended the rank, the file is
 /// written then. The value does not keep the model alive.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl MemoryFile {
     }
 
     /// Returns the record so far. Returns `None` if
-    /// [`stop_memory_timeline`](crate::Stats::stop_memory_timeline) has ended it.
+    /// [`stop_memory_timeline`](crate::model::Stats::stop_memory_timeline) has ended it.
     pub fn timeline(&self) -> Option<MemoryTimeline> {
         self.handle.timeline()
     }

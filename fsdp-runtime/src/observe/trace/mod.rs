@@ -63,7 +63,7 @@ pub enum TraceError {
 /// ```
 /// use burn::tensor::Device;
 /// use fsdp_runtime::prelude::*;
-/// use fsdp_runtime::FsdpTrace;
+/// use fsdp_runtime::trace::FsdpTrace;
 ///
 /// let trace = FsdpTrace::new().with_steps(1..=20);
 /// trace.install()?;

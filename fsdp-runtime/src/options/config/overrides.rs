@@ -28,7 +28,7 @@ const SYNONYMS: [[&str; 2]; 3] = [
 /// configuration is read.
 ///
 /// ```
-/// use fsdp_runtime::ShardingStrategy;
+/// use fsdp_runtime::options::ShardingStrategy;
 /// use fsdp_runtime::config::{Config, Overrides};
 ///
 /// let mut overrides = Overrides::default();

@@ -252,7 +252,7 @@ mod tests {
             \"xla_fsdp_settings\": {\"compute_dtype\": \"bfloat16\"}\n}\n";
         let (fsdp, notes) = trainer("full_shard auto_wrap", Some(json)).unwrap();
         assert_eq!(fsdp.transformer_layer_cls_to_wrap, ["BertLayer", "T5Block"]);
-        assert_eq!(fsdp.backward_prefetch, Some(crate::BackwardPrefetch::Post));
+        assert_eq!(fsdp.backward_prefetch, Some(crate::options::BackwardPrefetch::Post));
         assert_eq!(fsdp.forward_prefetch, Some(false));
         assert_eq!(fsdp.state_dict_type, Some(super::super::StateDictType::Full));
         assert!(fsdp.activation_checkpointing && fsdp.offload_params);

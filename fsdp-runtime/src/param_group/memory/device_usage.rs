@@ -5,7 +5,7 @@ use burn::tensor::Device;
 /// Bytes that Burn's allocator has reserved on a device, for all work of this process there.
 ///
 /// The fields correspond to `torch.cuda.memory_allocated` and `torch.cuda.memory_reserved`.
-/// [`Memory`](crate::Memory) counts only what a sharded model takes.
+/// [`Memory`](crate::memory::Memory) counts only what a sharded model takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceUsage {

@@ -6,7 +6,7 @@ use super::super::mib::mib;
 
 /// The most bytes that one rank will use on its device in training, by kind.
 ///
-/// The kinds are those of [`Memory`](crate::Memory), but activations include those in Burn's
+/// The kinds are those of [`Memory`](crate::memory::Memory), but activations include those in Burn's
 /// autodiff graph, which the caller has to estimate. All parameters that are stored in f32 are assumed
 /// to be trained, and of those in bf16 the ones that require a gradient. A unit before which no trained
 /// parameter is declared is assumed to take inputs of the model, which need no gradient: its gradients
@@ -45,7 +45,7 @@ pub struct MemoryForecast {
 
 /// The host part of a [`MemoryForecast`], in bytes.
 ///
-/// Without an [`OffloadPolicy`](crate::OffloadPolicy) every kind but `activations` is 0, and on devices
+/// Without an [`OffloadPolicy`](crate::options::OffloadPolicy) every kind but `activations` is 0, and on devices
 /// other than Flex the `optimizer`, which has the state of the optimizer's check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

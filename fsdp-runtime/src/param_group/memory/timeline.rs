@@ -87,7 +87,7 @@ impl fmt::Display for MemoryPeak {
 
 /// Memory of a sharded model on one rank over time.
 ///
-/// [`Stats::memory_timeline`](crate::Stats::memory_timeline) returns it.
+/// [`Stats::memory_timeline`](crate::model::Stats::memory_timeline) returns it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryTimeline {

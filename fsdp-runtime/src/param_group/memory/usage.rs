@@ -41,7 +41,7 @@ pub struct Memory {
     /// stepped.
     ///
     /// The optimizers of [`optim`](crate::optim) report their state at each step. That of any other is
-    /// counted once [`Stats::record_optimizer`](crate::Stats::record_optimizer) has measured it.
+    /// counted once [`Stats::record_optimizer`](crate::model::Stats::record_optimizer) has measured it.
     pub optimizer: Usage,
     /// Moving averages of the parameters, which [`Ema`](crate::optim::Ema) keeps.
     pub averages: Usage,

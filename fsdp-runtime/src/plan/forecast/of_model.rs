@@ -1,5 +1,5 @@
 //! Computes a [`MemoryForecast`]: lays the module out as [`fully_shard`](crate::fully_shard) does, and
-//! adds up what [`Stats::memory`](crate::Stats::memory) will count. No parameter is initialised.
+//! adds up what [`Stats::memory`](crate::model::Stats::memory) will count. No parameter is initialised.
 
 use super::buffers::{copied, gathered, sending};
 use super::gradients::Gradients;

@@ -88,7 +88,7 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Runs a step of several micro-batches. Returns its actions, and the counts that
-    /// [`Stats::counts`](crate::Stats::counts) adds up in such a step.
+    /// [`Stats::counts`](crate::model::Stats::counts) adds up in such a step.
     pub(crate) fn step(&mut self, micro_batches: usize) -> (Vec<Action>, Counts) {
         self.counts = Counts::default();
         for left in (0..micro_batches).rev() {

@@ -22,7 +22,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
     /// written. The base model keeps its values.
     ///
     /// The model has adapters already, as from
-    /// [`LoraConfig::from_peft`](crate::LoraConfig::from_peft). The file must have the tensors of
+    /// [`LoraConfig::from_peft`](crate::lora::LoraConfig::from_peft). The file must have the tensors of
     /// its adapters and of its modules that are trained in full, and no other. Each rank reads only
     /// the elements that it stores. Every rank calls it. On an error the model is unchanged on all
     /// ranks.
@@ -30,7 +30,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
     /// # Errors
     ///
     /// [`LoadError`] where a file cannot be read, where rank or alpha differ, and where the tensors
-    /// do not fit the model. [`CollectiveError`](crate::CollectiveError) where another rank has
+    /// do not fit the model. [`CollectiveError`](crate::errors::CollectiveError) where another rank has
     /// such an error.
     pub fn load_adapters(&mut self, folder: impl AsRef<Path>) -> Result<LoadReport, Error> {
         let matched = match_adapters(self.model, folder.as_ref());
