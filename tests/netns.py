@@ -3,8 +3,7 @@
 name of its own; a program between the two delays, drops and resets what they send. Needs root and `ip netns`; prints
 a message and ends well elsewhere. For a build with `mpi` and `cuda`:
 
-    cargo build --features cli,mpi,cuda --example bert_finetune
-    cargo build --features cli,mpi,cuda --bin fsdp
+    cargo build --workspace --features mpi,cuda --bin fsdp --example bert_finetune
     tests/netns.py all                  every case
     tests/netns.py some                 a case of each kind, in 90 s
     tests/netns.py random COUNT [SEED]  faults, moments and engines at random

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Training under `fsdp launch --max-restarts`, whose processes are killed and stopped at random moments. Each run must
-end by itself, with the bits of an undisturbed run with as many ranks. For a build with `cli,mpi`:
+end by itself, with the bits of an undisturbed run with as many ranks. For a build with `mpi`:
 
-    cargo build --features cli,mpi --bin fsdp --example bert_finetune
+    cargo build --workspace --features mpi --bin fsdp --example bert_finetune
     tests/restarts.py FSDP EXAMPLE COUNT [SEED]
 
 COUNT disturbances: SIGKILL or SIGSTOP of a rank, SIGKILL of `mpirun`, and SIGKILL of the launcher, which is then

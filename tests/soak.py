@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """A long run of `bert_finetune` at world 4 without huge pages, with saves, evaluation and restarts. Each process must
 keep its resident memory within 2 %, and its numbers of file handles and threads; the run must end with the bits and
-the losses of an undisturbed one. For a release build with `cli,mpi`:
+the losses of an undisturbed one. For a release build with `mpi`:
 
-    cargo build --release --features cli,mpi --bin fsdp --example bert_finetune
+    cargo build --release --workspace --features mpi --bin fsdp --example bert_finetune
     tests/soak.py FSDP EXAMPLE [STEPS] [RESTARTS]     10000 steps and 3 restarts by default, about an hour
 """
 

@@ -1,6 +1,6 @@
 //! Fully sharded data parallel training for Burn.
 //!
-//! Annotate a model's units with [`#[fsdp_unit]`](macro@fsdp_unit), start ranks with [`launch`],
+//! Annotate a model's units with [`#[fsdp_unit]`](macro@fsdp_unit), start ranks with [`launch`](launch()),
 //! shard with [`fully_shard`], and train as before: the sharded model is a Burn module, and Burn's
 //! own optimizers step it.
 //!
@@ -51,7 +51,10 @@ pub use module::{FsdpModule, FsdpUnit, UnitValue};
 pub use options::{FsdpOptions, config};
 
 /// Typed errors of every part, as data: what was wrong, where, and what would be right.
-#[cfg_attr(doc, doc = "\nThe guide's page: [troubleshooting](crate::guide::troubleshooting).")]
+#[cfg_attr(
+    doc,
+    doc = "\n[A page of the guide](crate::guide::troubleshooting) is about this module."
+)]
 pub mod errors {
     #[cfg(feature = "nccl")]
     pub use crate::collectives::nccl::NcclJoinError;
@@ -68,13 +71,13 @@ pub mod errors {
 }
 
 /// LoRA adapters: small trained matrices beside frozen ones.
-#[cfg_attr(doc, doc = "\nThe guide's page: [LoRA](crate::guide::lora).")]
+#[cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::lora) is about this module.")]
 pub mod lora {
     pub use crate::module::lora::LoraConfig;
 }
 
 /// Memory of a rank: forecast, accounting by kind, over time, and as a file.
-#[cfg_attr(doc, doc = "\nThe guide's page: [memory](crate::guide::memory).")]
+#[cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::memory) is about this module.")]
 pub mod memory {
     pub use crate::observe::memory_file::{MemoryFile, MemoryFileError};
     pub use crate::param_group::memory::{
@@ -85,7 +88,7 @@ pub mod memory {
 
 /// What a sharded model says of itself, and what a program decides unit by unit: measurements, units
 /// that stay gathered, hooks on gradients, clipping.
-#[cfg_attr(doc, doc = "\nThe guide's page: [options](crate::guide::options).")]
+#[cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::options) is about this module.")]
 pub mod model {
     pub use crate::fully_shard::{ClipOptions, ReducedGradient, Stats, UnitHandle, Unsharded};
     pub use crate::module::HookedForward;
@@ -94,7 +97,7 @@ pub mod model {
 }
 
 /// Files of pretrained models: those of Hugging Face, of PyTorch and of PEFT, read and written.
-#[cfg_attr(doc, doc = "\nThe guide's page: [checkpoints](crate::guide::checkpoints).")]
+#[cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::checkpoints) is about this module.")]
 pub mod pretrained {
     pub use crate::checkpoint::pretrained::{
         LoadOptions, SaveAdapters, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
@@ -102,7 +105,7 @@ pub mod pretrained {
 }
 
 /// State dicts of a sharded model: full, sharded, or of this rank.
-#[cfg_attr(doc, doc = "\nThe guide's page: [checkpoints](crate::guide::checkpoints).")]
+#[cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::checkpoints) is about this module.")]
 pub mod state {
     pub use crate::checkpoint::filter::ParamFilter;
     pub use crate::checkpoint::load_report::LoadReport;
@@ -114,12 +117,13 @@ pub mod state {
 
 /// Traces of what ranks do over time, for Perfetto and Chrome.
 #[cfg(feature = "trace")]
-#[cfg_attr(doc, doc = "\nThe guide's page: [traces](crate::guide::trace).")]
+#[cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::trace) is about this module.")]
 pub mod trace {
     pub use crate::observe::trace::{FsdpTrace, TraceError};
 }
 
 /// The kernels of sharded training, as functions of Burn tensors.
+#[cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::kernels) is about this module.")]
 pub mod kernels {
     pub use crate::backend::ops::*;
 }

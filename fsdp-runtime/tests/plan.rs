@@ -154,6 +154,10 @@ fn a_plan_of_a_large_world() {
     assert!((0.0..0.001).contains(&padding), "twice in bf16: {padding}");
     let estimate = plan.estimate(Batch::new(1, 8192), &Cluster::preset("h100").unwrap());
     assert!(estimate.step > 0.0 && estimate.exposed > 0.0 && estimate.exposed < estimate.step);
+    // One rank waits for nothing.
+    let alone = StepPlan::of_shape(&self::shape("gpt3-125m"), mesh(1), &options()).unwrap();
+    let alone = alone.estimate(Batch::new(1, 128), &Cluster::preset("h100").unwrap());
+    assert_eq!(format!("{:.1}", alone.exposed), "0.0", "not -0.0");
 }
 
 /// Strategies, micro-batches and recomputation change the estimate as they must.

@@ -2,8 +2,11 @@
 
 use burn::module::{Module, Param};
 use burn::nn::LinearConfig;
+use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
+use fsdp_runtime::Error;
 use fsdp_runtime::Norm;
+use fsdp_runtime::errors::ScheduleError;
 use fsdp_runtime::prelude::*;
 
 use super::mlp::{WIDTH, input, loss, on_ranks, sharded};
@@ -117,5 +120,72 @@ fn a_tied_weight_counts_once() {
             assert!((found - want).abs() <= 1e-5 * want, "{strategy}: {found} {want}");
             assert!((after - want / 4.0).abs() <= 1e-4 * want, "{strategy}: {after} {want}");
         }
+    }
+}
+
+/// Makes an element of the gradient of a block's matrix non-finite, on the rank that owns it. Returns the
+/// results of clipping without and with the check, and whether the gradients are as before.
+fn clipped_with(element: f32) -> Vec<(f64, Error, bool)> {
+    on_ranks(2, move |worker| {
+        let model = sharded(3, worker, FsdpOptions::new())?;
+        let x = input(worker.rank().index(), 0, 4, worker.device());
+        let mut gradients = model.backward(loss(model.forward(x)))?;
+        // The second half of a matrix is on rank 1.
+        for block in [1, 2].map(|at| &model.blocks[at]) {
+            let id = block.down.weight.id;
+            if worker.rank() == 1 {
+                let gradient = gradients.remove::<2>(id).expect("a gradient");
+                gradients.register(id, gradient * element);
+            }
+        }
+        let id = model.head.weight.id;
+        let read = |gradients: &GradientsParams| gradients.get::<2>(id).map(|it| it.into_data());
+        let before = read(&gradients);
+        let options = ClipOptions::new(0.1).with_error_if_nonfinite(true);
+        let error = model
+            .clip_grad_norm_with(&mut gradients, &options)
+            .expect_err("the norm is not finite");
+        let same = read(&gradients) == before;
+        let norm = model.clip_grad_norm_with(&mut gradients, &ClipOptions::new(f64::INFINITY))?;
+        Ok((norm, error, same))
+    })
+}
+
+#[test]
+fn a_non_finite_norm_names_the_first_parameter_and_the_rank() {
+    for (element, text) in [(f32::NAN, "is NaN"), (f32::INFINITY, "is inf")] {
+        for (norm, error, same) in clipped_with(element) {
+            assert!(!norm.is_finite(), "without the check the norm is returned: {norm}");
+            assert!(same, "no gradient was changed");
+            let Error::Schedule(ScheduleError::NonFiniteNorm { first, .. }) = &error else {
+                panic!("{error}")
+            };
+            let (path, rank) = first.as_ref().expect("a parameter");
+            assert_eq!((path.as_str(), rank.index()), ("blocks.1.down.weight", 1));
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
+}
+
+/// The squares of finite elements overflow.
+#[test]
+fn a_norm_of_finite_gradients_that_overflows_names_no_parameter() {
+    let errors = on_ranks(2, |worker| {
+        let model = sharded(1, worker, FsdpOptions::new())?;
+        let x = input(worker.rank().index(), 0, 4, worker.device());
+        let mut gradients = model.backward(loss(model.forward(x)))?;
+        let id = model.head.weight.id;
+        if let Some(gradient) = gradients.remove::<2>(id) {
+            gradients.register(id, gradient.full_like(f32::MAX));
+        }
+        let options = ClipOptions::new(1.0).with_norm(Norm::P(20.0)).with_error_if_nonfinite(true);
+        Ok(model.clip_grad_norm_with(&mut gradients, &options).expect_err("the norm overflows"))
+    });
+    for error in errors {
+        assert!(
+            matches!(&error, Error::Schedule(ScheduleError::NonFiniteNorm { first: None, .. })),
+            "{error}"
+        );
+        assert!(error.to_string().contains("their norm overflows"), "{error}");
     }
 }

@@ -1,8 +1,9 @@
 //! `test_fully_shard_memory`: bounds on memory at each point of a step, by the runtime's
 //! accounting.
 
-use burn::optim::AdamWConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer};
 use fsdp_runtime::memory::Memory;
+use fsdp_runtime::optim;
 use fsdp_runtime::prelude::*;
 
 use super::mlp::{HIDDEN, WIDTH, input, loss, of_rank_0, on_ranks, sharded};
@@ -104,4 +105,64 @@ fn reduced_gradients_count_until_the_next_forward() {
         Ok((before > 0, model.stats().memory().gradients.now))
     });
     assert_eq!(gradients, [(true, 0); 2]);
+}
+
+/// Trains three steps. Returns the accounting after each, and what the optimizer's state measures at the end.
+fn with_optimizer(
+    options: FsdpOptions,
+    optimizer: fn() -> ModuleOptimizer,
+) -> (Vec<Memory>, Memory) {
+    of_rank_0(2, move |worker| {
+        let mut model = sharded(2, worker, options.clone())?;
+        let mut optimizer = optimizer();
+        let mut memory = Vec::new();
+        for step in 0..3 {
+            let x = input(worker.rank().index(), step, 4, worker.device());
+            let gradients = model.backward(loss(model.forward(x)))?;
+            model = optimizer.step(1e-3, model, gradients);
+            memory.push(model.stats().memory());
+        }
+        model.stats().record_optimizer(&optimizer)?;
+        Ok((memory, model.stats().memory()))
+    })
+}
+
+#[test]
+fn optimizers_of_this_crate_report_their_state() {
+    let optimizers: [fn() -> ModuleOptimizer; 5] = [
+        || optim::AdamWConfig::new().init(),
+        || optim::AdamConfig::new().with_amsgrad(true).init(),
+        || optim::SgdConfig::new().with_momentum(0.9).init(),
+        || optim::SgdConfig::new().init(),
+        || optim::AdadeltaConfig::new().init(),
+    ];
+    for optimizer in optimizers {
+        for options in [
+            FsdpOptions::new(),
+            FsdpOptions::new().with_strategy(ShardingStrategy::NoShard),
+            FsdpOptions::new().with_optimizer_check(false),
+        ] {
+            let (reported, measured) = with_optimizer(options, optimizer);
+            let last = reported.last().expect("three steps");
+            assert_eq!(last.optimizer.now, measured.optimizer.now, "{last}");
+            assert!(reported.iter().all(|memory| !memory.lacks_optimizer));
+            assert!(!last.to_string().contains("not recorded"));
+        }
+    }
+    let (adam, _) = with_optimizer(FsdpOptions::new().with_optimizer_check(false), optimizers[0]);
+    assert_eq!(adam[0].optimizer.now, 2 * held(&adam[0]), "two moments of each element");
+}
+
+#[test]
+fn the_state_of_another_optimizer_is_said_to_be_missing_until_it_is_recorded() {
+    let (reported, measured) = with_optimizer(FsdpOptions::new(), || AdamWConfig::new().init());
+    for memory in &reported {
+        assert!(memory.lacks_optimizer && memory.optimizer.now == 0);
+        let text = memory.to_string();
+        assert!(
+            text.contains("not recorded: call `stats().record_optimizer(&optimizer)`"),
+            "{text}"
+        );
+    }
+    assert!(!measured.lacks_optimizer && measured.optimizer.now > 0, "{measured}");
 }

@@ -24,3 +24,4 @@ mod storage;
 mod strategies;
 mod unshard;
 mod whole_param;
+mod wrong_loss;

@@ -18,7 +18,7 @@ use crate::tensor::Float;
 /// Kernels of one backend, on tensors of f32, bf16 and f16.
 ///
 /// Offsets and ranges count elements of the flattened tensor. An implementation panics if an offset
-/// or a range exceeds a tensor: callers inside this crate compute them, and the public functions of
+/// or a range exceeds a tensor: `fsdp-runtime` computes them, and the public functions of its module
 /// `kernels` check theirs. "In place" means: in the tensor's own memory if no other tensor shares
 /// that memory, else in a copy.
 pub trait Kernels: Backend {
@@ -48,11 +48,11 @@ pub trait Kernels: Backend {
     ///
     /// `codes` are the words of the records, as f32 elements with their bits. The last record may
     /// have more elements than `shape`. Products and sums round as
-    /// `backend::codes::decode` does.
+    /// `codes::decode` does.
     fn decode(codes: Float<Self>, storage: StorageType, shape: Shape, dtype: DType) -> Float<Self>;
 
     /// Returns the records of elements `range` as [`StorageType::Int8`] has them, in blocks counted from
-    /// the start of the range: the words that `backend::codes::encode` makes, as f32 elements with their
+    /// the start of the range: the words that `codes::encode` makes, as f32 elements with their
     /// bits.
     fn encode_int8(tensor: Float<Self>, range: Range<usize>, block: usize) -> Float<Self>;
 

@@ -2,8 +2,8 @@
 //! buffers, codes in 8 and 4 bits, means, partial sums of norms, dropout, GELU, layer norm, softmax,
 //! attention, cross-entropy, and the update rules of optimizers.
 //!
-//! [`Kernels`] is the contract. It has an implementation for Flex, Burn's CPU backend ([`flex`]), and
-//! one for CubeCL devices ([`cube`]). The crate knows nothing of units, ranks or options.
+//! [`Kernels`] is the contract. It has an implementation for Flex, Burn's CPU backend (module `flex`), and
+//! one for CubeCL devices (module `cube`). The crate knows nothing of units, ranks or options.
 //!
 //! Programs use the functions of `fsdp_runtime::kernels`, `nn` and `optim`, which check their
 //! arguments. The items of this crate panic on wrong arguments, and may change in any release.

@@ -45,6 +45,7 @@
 //! Imports point one way: io_error, scalar, state, filter, load_report ← disk, manifest, ranks,
 //! scheduler, grad_scaler ← folder, rank_file, sharded_model, optimizer_state ← reader,
 //! optimizer_memory ← save, restore, state_dict, pretrained ← merge.
+#![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::checkpoints) is about this module.")]
 
 mod disk;
 pub(crate) mod filter;

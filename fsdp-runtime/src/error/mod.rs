@@ -138,7 +138,7 @@ fn text(
     }
 }
 
-/// A rank's panic, as the error [`launch`](crate::launch) returns for it.
+/// A rank's panic, as the error [`launch`](crate::launch()) returns for it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("panicked: {message}")]
 #[non_exhaustive]
@@ -150,7 +150,7 @@ pub struct RankPanic {
 /// Ends this rank by unwinding with a typed error, from code of Burn's or the user's that cannot
 /// return one.
 ///
-/// [`Fsdp::backward`](crate::Fsdp::backward) and [`launch`](crate::launch) catch the panic and
+/// [`Fsdp::backward`](crate::Fsdp::backward) and [`launch`](crate::launch()) catch the panic and
 /// return the error. The panic hook does not run, because the program has no bug.
 pub(crate) fn raise(error: Error) -> ! {
     std::panic::resume_unwind(Box::new(error))

@@ -3,6 +3,7 @@
 //!
 //! Imports point one way: agree, engine, env, error, malloc, options, worker <- location,
 //! rank_thread <- threads, process <- mpi, gpus <- start.
+#![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::processes) is about this module.")]
 
 pub(crate) mod agree;
 mod engine;

@@ -176,6 +176,12 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_is_compared_with_a_number() {
+        let ranks: Vec<_> = WorldSize::new(3).unwrap().ranks().collect();
+        assert!(ranks[0] == 0 && ranks[2] != 0 && ranks[1] < 2 && ranks[2] >= 2);
+    }
+
+    #[test]
     fn a_shard_size_that_does_not_divide_the_world_is_an_error() {
         let mesh = Mesh::new(Rank(0), WorldSize::new(6).unwrap());
         let error = mesh.grouped(4).unwrap_err();

@@ -1,5 +1,6 @@
 //! Layers and functions that replace Burn's: dropout that is reproducible on every engine, and layer
 //! normalization, softmax, GELU, attention and the loss of a language model with kernels of their own.
+#![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::layers) is about this module.")]
 
 mod attention;
 mod dropout;

@@ -21,7 +21,7 @@ use crate::module::UnitValue;
 ///
 /// # Panics
 ///
-/// Unwinds with [`ScheduleError::RecomputedCapture`](crate::error::ScheduleError::RecomputedCapture) if `f`
+/// Unwinds with [`ScheduleError::RecomputedCapture`](crate::errors::ScheduleError::RecomputedCapture) if `f`
 /// depends on a tracked tensor that is not an input, and in backward if `f` draws other masks than in its
 /// first run.
 ///

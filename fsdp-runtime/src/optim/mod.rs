@@ -36,6 +36,7 @@
 //! Imports point one way: on_host, clipping, owners, single_param, state_bytes <- check_optimizer,
 //! fused, matrix_step <- fused_adam, sgd, whole_param <- adam, adamw; clipping, on_host <-
 //! adadelta; unscale <- grad_scaler; ema.
+#![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::optimizers) is about this module.")]
 
 mod adadelta;
 mod adam;

@@ -2,6 +2,7 @@
 //!
 //! Imports point one way: policies, precision, storage <- fsdp_options <- unit_options, resolve, fsdp_config,
 //! config.
+#![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::options) is about this module.")]
 
 pub mod config;
 mod fsdp_config;

@@ -3,10 +3,11 @@
 //! [`StepPlan`] takes the decisions of the schedule that trains, without tensors and without peers. A
 //! [`Cluster`] says how fast devices and links are, and [`StepPlan::estimate`] simulates a step on it.
 //!
-//! [`MemoryForecast`] is the memory that a rank will need for a model.
+//! [`MemoryForecast`](crate::memory::MemoryForecast) is the memory that a rank will need for a model.
 //!
 //! Imports point one way: forecast; cluster <- transformer <- folder; rehearsal, cluster <- collective <-
 //! estimate, work <- step <- simulate <- search, page.
+#![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::plan) is about this module.")]
 
 mod cluster;
 mod collective;

@@ -27,6 +27,7 @@
 //!
 //! Imports point one way: output, permutation, position, prefetch, handover, silent, events <-
 //! loader, steps, supervised, turn <- seen, checkpoints <- settings <- fit <- strategy.
+#![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::learner) is about this module.")]
 
 mod checkpoints;
 mod events;

@@ -46,7 +46,7 @@ use crate::optim::WholeParam;
 /// # Errors
 ///
 /// `SupervisedTraining::launch` does not return a `Result`. It unwinds with an [`Error`], which
-/// [`launch`](crate::launch) returns. Settings that cannot be right with shards, and data that does
+/// [`launch`](crate::launch()) returns. Settings that cannot be right with shards, and data that does
 /// not suit the ranks, are a [`LearnerError`]. Errors of collectives and checkpoints keep their
 /// types. The dashboard has given the terminal back by then.
 #[derive(Debug)]

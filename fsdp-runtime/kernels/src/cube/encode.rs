@@ -1,4 +1,4 @@
-//! Codes of elements in 8 bits. The bits are those of `backend::codes::encode`.
+//! Codes of elements in 8 bits. The bits are those of `codes::encode`.
 
 use std::ops::Range;
 

@@ -1,7 +1,7 @@
 //! The environment variables that say which rank this process is.
 //!
 //! `fsdp launch` and torchrun, Open MPI's `mpirun`, and Slurm's `srun` set them. This module only
-//! reads them; [`launch`](crate::launch) decides whether ranks may be started in such an
+//! reads them; [`launch`](crate::launch()) decides whether ranks may be started in such an
 //! environment.
 
 mod error;

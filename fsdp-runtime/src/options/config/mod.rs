@@ -15,6 +15,7 @@
 //!      `FULL_SHARD`?"
 //! );
 //! ```
+#![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::config) is about this module.")]
 
 // The files in order. Each uses only those before it; this file only re-exports.
 

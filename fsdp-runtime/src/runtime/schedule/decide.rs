@@ -2,7 +2,7 @@
 //! gives its gather buffers to another one.
 //!
 //! Nothing here knows tensors. The schedule takes these decisions in training, and the planner takes
-//! the same ones without a model in memory (`runtime::rehearsal`).
+//! the same ones without a model in memory (`plan::rehearsal`).
 
 use crate::backend::DeviceKind;
 use crate::options::{
