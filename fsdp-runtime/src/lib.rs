@@ -68,6 +68,7 @@ pub mod errors {
     };
     pub use crate::launch::EngineError;
     pub use crate::layout::MeshError;
+    pub use fsdp_kernels::InvalidNorm;
 }
 
 /// LoRA adapters: small trained matrices beside frozen ones.

@@ -9,11 +9,12 @@ use super::{files, matches, page, rows, text};
 /// A variant of an error type and its message, which is `None` where it is that of its source.
 type Variant = (String, Option<String>);
 
-/// Returns the errors of the runtime's sources: for each type with `#[derive(thiserror::Error)]`,
+/// Returns the errors of the sources of the runtime, of the kernels and of the tool: for each type with `#[derive(thiserror::Error)]`,
 /// its variants. A struct has none. The launcher's own error is called `fsdp launch`.
 fn error_types() -> BTreeMap<String, Vec<Variant>> {
     let mut types = BTreeMap::new();
-    for file in files("fsdp-runtime/src", ".rs") {
+    let folders = ["fsdp-runtime/src", "fsdp-runtime/kernels/src", "fsdp-runtime/cli/src"];
+    for file in folders.into_iter().flat_map(|folder| files(folder, ".rs")) {
         let source = text(&file);
         let mut lines = source.lines();
         while let Some(line) = lines.next() {
@@ -24,7 +25,7 @@ fn error_types() -> BTreeMap<String, Vec<Variant>> {
             let words: Vec<&str> = head.split_whitespace().collect();
             let keyword = words.iter().position(|word| ["enum", "struct"].contains(word));
             let keyword = keyword.unwrap_or_else(|| panic!("{file}: `{head}` is no type"));
-            let in_tool = file.contains("/bin/");
+            let in_tool = file.starts_with("fsdp-runtime/cli/");
             let name = if in_tool { "fsdp launch" } else { words[keyword + 1] };
             let body: Vec<&str> = lines.by_ref().take_while(|line| *line != "}").collect();
             let found = if words[keyword] == "enum" { variants(&body) } else { Vec::new() };

@@ -16,6 +16,8 @@ mod text;
 use std::any::Any;
 use std::sync::Arc;
 
+use fsdp_kernels::InvalidNorm;
+
 pub use self::checkpoint::CheckpointError;
 pub use self::collective::CollectiveError;
 #[cfg(feature = "train")]
@@ -61,6 +63,22 @@ pub enum Error {
     /// A launch that ended in an error on one of its ranks.
     #[error(transparent)]
     Launch(#[from] LaunchError),
+}
+
+impl From<InvalidNorm> for ShardError {
+    fn from(error: InvalidNorm) -> Self {
+        Self::InvalidOption {
+            option: "norm",
+            value: error.exponent.to_string(),
+            expected: "use an exponent above 0".into(),
+        }
+    }
+}
+
+impl From<InvalidNorm> for Error {
+    fn from(error: InvalidNorm) -> Self {
+        ShardError::from(error).into()
+    }
 }
 
 /// A launch that ended in an error: the first rank that failed, and why.
