@@ -1,7 +1,7 @@
 //! Options that say how a model is sharded: PyTorch's and Accelerate's options as types.
 //!
-//! Imports point one way: policies, precision, storage <- fsdp_options <- unit_options, resolve, fsdp_config,
-//! config.
+//! Imports point one way: table, policies, precision, storage <- fsdp_options <- unit_options, resolve,
+//! fsdp_config, config. `table.rs` has a row for each option, from which the others are made.
 
 pub mod config;
 mod fsdp_config;
@@ -10,6 +10,7 @@ mod policies;
 mod precision;
 mod resolve;
 mod storage;
+mod table;
 mod unit_options;
 
 pub use self::fsdp_config::{CheckpointingConfig, FsdpConfig, WrapConfig};
