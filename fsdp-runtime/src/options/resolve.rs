@@ -17,8 +17,7 @@ impl FsdpOptions {
         let mut lines: Vec<String> = Vec::new();
         for (name, value) in self.compared() {
             let line = format!("option {name}: {value:?}");
-            // The first line that differs is reported. A seed is set for the whole run, so it comes
-            // before the options that are set in several places.
+            // The first line that differs is reported, so the strategy and the seed come first.
             if name == "seed" { lines.insert(1, line) } else { lines.push(line) }
         }
         lines

@@ -386,6 +386,15 @@ const IGNORED_PARAMS: OptionRow = OptionRow {
     keys: Keys::InFile(&[without_flag("fsdp_ignored_modules", "An error: the program names them")]),
 };
 
+impl OptionRow {
+    /// Returns the rows of the settings that single units have in place of this one.
+    pub fn of_units(&self) -> impl Iterator<Item = &'static Self> {
+        let name = self.name;
+        let of = move |row: &&Self| matches!(row.name.strip_prefix(name), Some("_for" | "_at"));
+        TABLE.iter().filter(of)
+    }
+}
+
 /// Returns the keys of Accelerate's file that set an option, in the order of the table.
 pub fn file_keys() -> impl Iterator<Item = &'static FileKey> {
     TABLE.iter().flat_map(OptionRow::file_keys)

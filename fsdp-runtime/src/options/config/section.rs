@@ -123,3 +123,55 @@ macro_rules! fsdp_section {
     };
 }
 option_rows!(fsdp_section);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::config::{Config, DEFAULT_MIN_NUM_PARAMS, Overrides};
+    use crate::options::table::{Flag, file_key, file_keys};
+
+    fn options(key: &str, value: &str) -> FsdpOptions {
+        let mut overrides = Overrides::default();
+        if !value.is_empty() {
+            overrides.set(key, value).unwrap();
+        }
+        let (config, _) = Config::read_with(None, &overrides).unwrap();
+        config.options_for(None).unwrap_or_else(|error| panic!("{key}: {value}: {error}"))
+    }
+
+    #[test]
+    fn default_answers_are_the_default_options_and_choices_are_values() {
+        let mut asked = 0;
+        for key in file_keys() {
+            let Some(question) = key.question else { continue };
+            asked += 1;
+            assert_eq!(options(key.name, question.default), FsdpOptions::new(), "{}", key.name);
+            let names: Vec<&str> = question.choices.iter().map(|(name, _)| *name).collect();
+            assert!(names.is_empty() || names.contains(&question.default), "{}", key.name);
+            for name in names.into_iter().filter(|name| *name != "fp8") {
+                let _ = options(key.name, name);
+            }
+        }
+        assert_eq!(asked, 10);
+        let minimum = file_key("fsdp_min_num_params").unwrap().question.unwrap().default;
+        assert_eq!(minimum, DEFAULT_MIN_NUM_PARAMS.to_string());
+    }
+
+    #[test]
+    fn plain_fields_set_their_options() {
+        let mut section = FsdpSection::default();
+        let keys: Vec<&str> = section.plain_fields().into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys.len(), 4);
+        for key in keys {
+            let boolean = file_key(key).unwrap().flag == Flag::Value("BOOL");
+            let other = if boolean { "false" } else { "NO_PREFETCH" };
+            assert_ne!(options(key, other), FsdpOptions::new(), "{key}");
+            let field = section.plain_field(key).unwrap();
+            field.parse(other);
+            assert_eq!(field.text().as_deref(), Some(other));
+            field.parse("neither");
+            assert_eq!(field.text(), None);
+        }
+        assert!(section.plain_field("fsdp_offload_params").is_none());
+    }
+}

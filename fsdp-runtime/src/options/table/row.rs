@@ -24,6 +24,12 @@ impl OptionRow {
         label.map_or(self.default, |(label, _)| label)
     }
 
+    /// Returns whether the option is a setting of single units: by type (`_for`) or by module path
+    /// (`_at`).
+    pub fn is_of_units(&self) -> bool {
+        self.name.ends_with("_for") || self.name.ends_with("_at")
+    }
+
     /// Returns the keys of Accelerate's file that set the option.
     pub fn file_keys(&self) -> &'static [FileKey] {
         match self.keys {
