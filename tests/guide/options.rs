@@ -46,7 +46,8 @@ fn values() -> String {
         names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
     };
     for row in TABLE.iter().filter(|row| !row.is_of_units()) {
-        let units = listed(row.of_units().map(|of| of.name).collect());
+        let units: Vec<&str> = row.of_units().map(|of| of.name).collect();
+        let units = if units.is_empty() { "no".into() } else { listed(units) };
         let keys = match row.keys {
             Keys::InFile(keys) => listed(keys.iter().map(|key| key.name).collect()),
             Keys::NotInFile(reason) => format!("none: {reason}"),

@@ -43,8 +43,8 @@ mod row;
 #[cfg(test)]
 mod tests;
 
-pub use self::row::{FileKey, Flag, Keys, OptionRow, Question};
-use self::row::{key, switch, without_flag};
+pub use self::row::{FileKey, Keys, OptionRow, Question};
+use self::row::{key, switch};
 
 /// Reason why settings of single units have no key.
 const ONE_UNIT: Keys = Keys::NotInFile("files of Accelerate have no settings of single units");
@@ -79,21 +79,24 @@ macro_rules! option_rows {
             key("parallelism_config_dp_replicate_size", "N", "Number of shard groups"),
         ]),
     }
-    pub(super) reshard_after_forward(with_reshard_after_forward): plain(Option<ReshardAfterForward>) = None, {
+    pub(super) reshard_after_forward(with_reshard_after_forward):
+        plain(Option<ReshardAfterForward>) = None, {
         help: "Whether gathered parameters are freed after forward, where `None` leaves it to the strategy",
         default: "that of the strategy",
         range: "`Always`, `Never`, or `To(n)` with a divisor of the ranks that share parameters",
         keys: Keys::NotInFile("`fsdp_reshard_after_forward` chooses the strategy"),
     }
     #[serde(default)]
-    pub(crate) reshard_after_forward_for(with_reshard_after_forward_for): by_type(ReshardAfterForward) = Vec::new(), {
+    pub(crate) reshard_after_forward_for(with_reshard_after_forward_for):
+        by_type(ReshardAfterForward) = Vec::new(), {
         help: "Names of unit types that are resharded in another way",
         default: "none",
         range: "types of units, each with a value of `reshard_after_forward`",
         keys: ONE_UNIT,
     }
     #[serde(default)]
-    pub(crate) reshard_after_forward_at(with_reshard_after_forward_at): by_path(ReshardAfterForward) = Vec::new(), {
+    pub(crate) reshard_after_forward_at(with_reshard_after_forward_at):
+        by_path(ReshardAfterForward) = Vec::new(), {
         help: "Module paths of units that are resharded in another way",
         default: "none",
         range: "module paths, each with a value of `reshard_after_forward`",
@@ -140,7 +143,8 @@ macro_rules! option_rows {
         ]),
         field: forward_prefetch = "fsdp_forward_prefetch",
     }
-    pub(crate) backward_prefetch(with_backward_prefetch): plain(BackwardPrefetch) = BackwardPrefetch::Pre, {
+    pub(crate) backward_prefetch(with_backward_prefetch):
+        plain(BackwardPrefetch) = BackwardPrefetch::Pre, {
         help: "When a unit is gathered for its backward",
         default: "[`Pre`](BackwardPrefetch::Pre)",
         range: "`Pre`, `Post`, `None`",
@@ -164,14 +168,16 @@ macro_rules! option_rows {
         keys: Keys::NotInFile("in Accelerate, the prefetch is of one unit"),
     }
     #[serde(default)]
-    pub(crate) forward_prefetch_for(with_forward_prefetch_for): lists_by_type(UnitType) = Vec::new(), {
+    pub(crate) forward_prefetch_for(with_forward_prefetch_for):
+        lists_by_type(UnitType) = Vec::new(), {
         help: "Names of unit types, each with those to prefetch in forward",
         default: "the next units",
         range: "types of units, each with a list of types",
         keys: ONE_UNIT,
     }
     #[serde(default)]
-    pub(crate) backward_prefetch_for(with_backward_prefetch_for): lists_by_type(UnitType) = Vec::new(), {
+    pub(crate) backward_prefetch_for(with_backward_prefetch_for):
+        lists_by_type(UnitType) = Vec::new(), {
         help: "Names of unit types, each with those to prefetch in backward",
         default: "the next units",
         range: "types of units, each with a list of types",
@@ -197,7 +203,8 @@ macro_rules! option_rows {
         range: "1 or more",
         keys: Keys::NotInFile("Accelerate has no such option"),
     }
-    pub(crate) gradient_accumulation(with_gradient_accumulation): plain(GradientAccumulation) = GradientAccumulation::ReduceEach, {
+    pub(crate) gradient_accumulation(with_gradient_accumulation):
+        plain(GradientAccumulation) = GradientAccumulation::ReduceEach, {
         help: "How the gradients of micro-batches are added up",
         default: "[`ReduceEach`](GradientAccumulation::ReduceEach)",
         range: "`ReduceEach`, `ReduceInGroup`, `HoldUnsharded`",
@@ -210,7 +217,8 @@ macro_rules! option_rows {
         range: "positive and finite",
         keys: Keys::NotInFile("FSDP2 sets it in the program too"),
     }
-    pub(super) mixed_precision(with_mixed_precision): plain(MixedPrecisionPolicy) = MixedPrecisionPolicy::new(), {
+    pub(super) mixed_precision(with_mixed_precision):
+        plain(MixedPrecisionPolicy) = MixedPrecisionPolicy::new(), {
         help: "Dtypes in which units compute and communicate",
         default: "dtypes in which the model is initialised",
         range: "float dtypes that the device supports",
@@ -226,14 +234,16 @@ macro_rules! option_rows {
             switch("downcast_bf16", "With bf16, outputs of the model stay in bf16"),
         ]),
     }
-    pub(crate) mixed_precision_for(with_mixed_precision_for): by_type(MixedPrecisionPolicy) = Vec::new(), {
+    pub(crate) mixed_precision_for(with_mixed_precision_for):
+        by_type(MixedPrecisionPolicy) = Vec::new(), {
         help: "Names of unit types with dtypes of their own",
         default: "none",
         range: "types of units, each with a value of `mixed_precision`",
         keys: ONE_UNIT,
     }
     #[serde(default)]
-    pub(crate) mixed_precision_at(with_mixed_precision_at): by_path(MixedPrecisionPolicy) = Vec::new(), {
+    pub(crate) mixed_precision_at(with_mixed_precision_at):
+        by_path(MixedPrecisionPolicy) = Vec::new(), {
         help: "Module paths of units with dtypes of their own",
         default: "none",
         range: "module paths, each with a value of `mixed_precision`",
@@ -283,7 +293,8 @@ macro_rules! option_rows {
                 .asked("Offload parameters, gradients and optimizer state to host memory?", "false", &[]),
         ]),
     }
-    pub(crate) activation_checkpointing(with_activation_checkpointing): recompute(ActivationCheckpointing) = ActivationCheckpointing::Annotated, {
+    pub(crate) activation_checkpointing(with_activation_checkpointing):
+        recompute(ActivationCheckpointing) = ActivationCheckpointing::Annotated, {
         help: "Which units recompute their forward in backward",
         default: "[`Annotated`](ActivationCheckpointing::Annotated)",
         range: "`None`, `Annotated`, `Units(types)`, `All`",
@@ -383,7 +394,7 @@ const IGNORED_PARAMS: OptionRow = OptionRow {
     help: "Parameters that sharding leaves unchanged",
     default: "none",
     range: "ids of parameters",
-    keys: Keys::InFile(&[without_flag("fsdp_ignored_modules", "An error: the program names them")]),
+    keys: Keys::NotInFile("`fsdp_ignored_modules` is an error, since the program names parameters"),
 };
 
 impl OptionRow {

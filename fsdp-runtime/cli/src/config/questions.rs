@@ -2,9 +2,7 @@
 
 use std::io;
 
-use fsdp_runtime::config::{
-    Config, ConfigError, Flag, Overrides, Question, StateDictType, file_key,
-};
+use fsdp_runtime::config::{Config, ConfigError, Overrides, Question, StateDictType, file_key};
 use fsdp_runtime::launch::cuda;
 
 use super::ask::{Answer, Ask};
@@ -147,16 +145,16 @@ fn ask_processes(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
 /// Asks the question of a key in the table of options, and sets the key to the answer. Returns the
 /// answer.
 fn ask_key(ask: &mut impl Ask, options: &mut Overrides, key: &str) -> Answer<String> {
-    let found = file_key(key).and_then(|key| Some((key.flag, key.question?)));
-    let (flag, question) = found.unwrap_or_else(|| panic!("the table has no question for {key}"));
+    let found = file_key(key).and_then(|key| Some((key.value, key.question?)));
+    let (value, question) = found.unwrap_or_else(|| panic!("the table has no question for {key}"));
     let Question { text, default, choices } = question;
-    let answer = match flag {
+    let answer = match value {
         _ if !choices.is_empty() => {
             let default = choices.iter().position(|(name, _)| *name == default);
             choices[ask.select(text, choices, default.unwrap_or_default())?].0.into()
         }
-        Flag::Value("BOOL") => ask.confirm(text, default == "true")?.to_string(),
-        Flag::Value("N") => ask.number(text, default.parse().unwrap_or_default(), 0)?.to_string(),
+        Some("BOOL") => ask.confirm(text, default == "true")?.to_string(),
+        Some("N") => ask.number(text, default.parse().unwrap_or_default(), 0)?.to_string(),
         _ => ask.text(text, Some(default))?,
     };
     set(options, key, &answer)?;

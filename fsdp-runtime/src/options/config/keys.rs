@@ -166,6 +166,7 @@ const TOP: &[Key] = &[
 ];
 
 const FSDP: &[Key] = &[
+    used("fsdp_ignored_modules"),
     unused(
         "fsdp_limit_all_gathers",
         "the option `gather_buffers` of the program limits how many units are gathered at a time",

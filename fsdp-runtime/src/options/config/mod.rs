@@ -59,6 +59,4 @@ pub use self::values::{AutoWrapPolicy, MixedPrecision, StateDictType};
 pub use crate::launch::DEBUG_VARIABLE;
 // For `fsdp-cli`, whose flags and questions are those of the table, and for the tests of the guide.
 #[doc(hidden)]
-pub use crate::options::table::{
-    FileKey, Flag, Keys, OptionRow, Question, TABLE, file_key, file_keys,
-};
+pub use crate::options::table::{FileKey, Keys, OptionRow, Question, TABLE, file_key, file_keys};

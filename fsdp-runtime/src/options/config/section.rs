@@ -128,7 +128,7 @@ option_rows!(fsdp_section);
 mod tests {
     use super::*;
     use crate::options::config::{Config, DEFAULT_MIN_NUM_PARAMS, Overrides};
-    use crate::options::table::{Flag, file_key, file_keys};
+    use crate::options::table::{file_key, file_keys};
 
     fn options(key: &str, value: &str) -> FsdpOptions {
         let mut overrides = Overrides::default();
@@ -152,7 +152,7 @@ mod tests {
                 let _ = options(key.name, name);
             }
         }
-        assert_eq!(asked, 10);
+        assert_eq!(asked, 11);
         let minimum = file_key("fsdp_min_num_params").unwrap().question.unwrap().default;
         assert_eq!(minimum, DEFAULT_MIN_NUM_PARAMS.to_string());
     }
@@ -163,7 +163,7 @@ mod tests {
         let keys: Vec<&str> = section.plain_fields().into_iter().map(|(key, _)| key).collect();
         assert_eq!(keys.len(), 4);
         for key in keys {
-            let boolean = file_key(key).unwrap().flag == Flag::Value("BOOL");
+            let boolean = file_key(key).unwrap().value == Some("BOOL");
             let other = if boolean { "false" } else { "NO_PREFETCH" };
             assert_ne!(options(key, other), FsdpOptions::new(), "{key}");
             let field = section.plain_field(key).unwrap();

@@ -53,8 +53,9 @@ pub enum Keys {
 pub struct FileKey {
     /// Name of the key. The flag has this name too.
     pub name: &'static str,
-    /// Form of the flag.
-    pub flag: Flag,
+    /// Name of the value in the help of the flag, such as `BOOL`; `None` for a flag without a value,
+    /// which sets `true`.
+    pub value: Option<&'static str>,
     /// Help of the flag, without a full stop.
     pub help: &'static str,
     /// Newer key of the same meaning; a value of one of them replaces the other.
@@ -63,17 +64,6 @@ pub struct FileKey {
     pub renamed: bool,
     /// Question of `fsdp config`; `None` for a key that is not asked for.
     pub question: Option<Question>,
-}
-
-/// The form of the flag for a key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flag {
-    /// There is no flag.
-    None,
-    /// A flag without a value, which sets `true`.
-    Switch,
-    /// A flag with a value, which the help shows under this name, such as `BOOL`.
-    Value(&'static str),
 }
 
 /// A question of `fsdp config`.
@@ -89,18 +79,12 @@ pub struct Question {
 
 /// Returns a key whose flag has a value.
 pub(super) const fn key(name: &'static str, value: &'static str, help: &'static str) -> FileKey {
-    let flag = Flag::Value(value);
-    FileKey { name, flag, help, same_as: None, renamed: false, question: None }
+    FileKey { name, value: Some(value), help, same_as: None, renamed: false, question: None }
 }
 
 /// Returns a key whose flag has no value.
 pub(super) const fn switch(name: &'static str, help: &'static str) -> FileKey {
-    FileKey { flag: Flag::Switch, ..key(name, "", help) }
-}
-
-/// Returns a key without a flag.
-pub(super) const fn without_flag(name: &'static str, help: &'static str) -> FileKey {
-    FileKey { flag: Flag::None, ..key(name, "", help) }
+    FileKey { value: None, ..key(name, "", help) }
 }
 
 impl FileKey {

@@ -121,7 +121,7 @@ fn every_option_has_a_key_or_a_reason() {
         }
         for key in row.file_keys() {
             assert!(known.insert(key.name), "{} is in two rows", key.name);
-            assert!(!key.help.is_empty() && key.flag != Flag::Value(""), "{key:?}");
+            assert!(!key.help.is_empty() && key.value != Some(""), "{key:?}");
             Overrides::default().set(key.name, "1").unwrap_or_else(|error| panic!("{error}"));
             let newer = |name| row.file_keys().iter().find(|other| other.name == name);
             let found = key.same_as.is_none_or(|name| newer(name).is_some());

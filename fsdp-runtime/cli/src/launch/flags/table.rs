@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use fsdp_runtime::config::{FileKey, Flag, file_keys};
+use fsdp_runtime::config::{FileKey, file_keys};
 
 use super::KeyFlag;
 
@@ -24,19 +24,11 @@ const fn switch(name: &'static str, key: &'static str, help: &'static str) -> Ke
     KeyFlag { name, key, value: None, help }
 }
 
-/// The flag of a key that sets an option of sharding, if it has one.
-fn of_option(key: &FileKey) -> Option<KeyFlag> {
-    let value = match key.flag {
-        Flag::None => return None,
-        Flag::Switch => None,
-        Flag::Value(name) => Some(name),
-    };
-    Some(KeyFlag { name: key.name, key: key.name, value, help: key.help })
-}
-
 /// Flags that set a key of the configuration.
 pub(super) static KEYS: LazyLock<Vec<KeyFlag>> = LazyLock::new(|| {
-    let options = file_keys().filter_map(of_option);
+    let of_option =
+        |key: &FileKey| KeyFlag { name: key.name, key: key.name, value: key.value, help: key.help };
+    let options = file_keys().map(of_option);
     LAUNCH.iter().copied().chain(options).chain(OTHERS.iter().copied()).collect()
 });
 
