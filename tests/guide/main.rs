@@ -7,6 +7,7 @@ mod figures;
 mod gpt;
 mod links;
 mod memory;
+mod options;
 
 use std::fs;
 use std::path::{Path, PathBuf};

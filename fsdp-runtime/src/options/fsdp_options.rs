@@ -1,4 +1,7 @@
-//! The options of [`fully_shard`](crate::fully_shard), and their builder methods.
+//! The options of [`fully_shard`](crate::fully_shard), and their builder methods. Fields and defaults
+//! are those of the rows in `table.rs`.
+
+use std::fmt::Debug;
 
 use burn::module::ParamId;
 
@@ -8,80 +11,60 @@ use super::policies::{
 };
 use super::precision::MixedPrecisionPolicy;
 use super::storage::StoragePolicy;
+use super::table::option_rows;
 use crate::module::UnitType;
 
-/// The options of [`fully_shard`](crate::fully_shard). Every rank must pass the same ones.
-///
-/// | option | default |
-/// |---|---|
-/// | [`strategy`](Self::with_strategy) | [`FullShard`](ShardingStrategy::FullShard) |
-/// | [`shard_size`](Self::with_shard_size) | the ranks of one machine |
-/// | [`reshard_after_forward`](Self::with_reshard_after_forward) | that of the strategy |
-/// | [`reshard_after_backward`](Self::with_reshard_after_backward) | on |
-/// | [`wrap`](Self::with_wrap) | [`Annotated`](WrapPolicy::Annotated) |
-/// | [`gather_buffers`](Self::with_gather_buffers) | 2 |
-/// | [`forward_prefetch`](Self::with_forward_prefetch) | on |
-/// | [`backward_prefetch`](Self::with_backward_prefetch) | [`Pre`](BackwardPrefetch::Pre) |
-/// | [`units_ahead`](Self::with_units_ahead) | 1 |
-/// | [`forward_prefetch_for`](Self::with_forward_prefetch_for), [`backward_prefetch_for`](Self::with_backward_prefetch_for) | the units that come next |
-/// | [`forward_prefetch_at`](Self::with_forward_prefetch_at), [`backward_prefetch_at`](Self::with_backward_prefetch_at) | the units that come next |
-/// | [`reductions_in_flight`](Self::with_reductions_in_flight) | 1 on Flex, 2 on CUDA, 5 on other devices |
-/// | [`gradient_accumulation`](Self::with_gradient_accumulation) | [`ReduceEach`](GradientAccumulation::ReduceEach) |
-/// | [`gradient_divide_factor`](Self::with_gradient_divide_factor) | the number of ranks |
-/// | [`mixed_precision`](Self::with_mixed_precision) | dtypes in which the model is initialised |
-/// | [`storage`](Self::with_storage) | f32 |
-/// | [`quantized_gathers`](Self::with_quantized_gathers) | off |
-/// | [`quantized_reductions`](Self::with_quantized_reductions) | off |
-/// | [`offload`](Self::with_offload) | [`None`](OffloadPolicy::None) |
-/// | [`activation_checkpointing`](Self::with_activation_checkpointing) | [`Annotated`](ActivationCheckpointing::Annotated) |
-/// | [`offload_activations`](Self::with_offload_activations) | off |
-/// | [`ignored_params`](Self::with_ignored_params) | none |
-/// | [`persist_below`](Self::with_persist_below) | 0 elements |
-/// | [`sync_module_states`](Self::with_sync_module_states) | on |
-/// | [`cpu_ram_efficient_loading`](Self::with_cpu_ram_efficient_loading) | on |
-/// | [`deferred_init`](Self::with_deferred_init) | off |
-/// | [`seed`](Self::with_seed) | none |
-/// | [`optimizer_check`](Self::with_optimizer_check) | on |
-#[derive(Clone, Debug, PartialEq)]
-#[must_use]
-pub struct FsdpOptions {
-    pub(crate) strategy: ShardingStrategy,
-    pub(super) shard_size: Option<usize>,
-    pub(super) reshard_after_forward: Option<ReshardAfterForward>,
-    pub(crate) reshard_after_forward_for: Vec<(UnitType, ReshardAfterForward)>,
-    pub(crate) reshard_after_forward_at: Vec<(String, ReshardAfterForward)>,
-    pub(crate) reshard_after_backward: bool,
-    pub(crate) wrap: WrapPolicy,
-    pub(super) gather_buffers: usize,
-    pub(crate) forward_prefetch: bool,
-    pub(crate) backward_prefetch: BackwardPrefetch,
-    pub(super) units_ahead: Option<usize>,
-    pub(crate) forward_prefetch_for: Vec<(UnitType, Vec<UnitType>)>,
-    pub(crate) backward_prefetch_for: Vec<(UnitType, Vec<UnitType>)>,
-    pub(crate) forward_prefetch_at: Vec<(String, Vec<String>)>,
-    pub(crate) backward_prefetch_at: Vec<(String, Vec<String>)>,
-    pub(super) reductions_in_flight: Option<usize>,
-    pub(crate) gradient_accumulation: GradientAccumulation,
-    pub(crate) gradient_divide_factor: Option<f64>,
-    pub(super) mixed_precision: MixedPrecisionPolicy,
-    pub(crate) mixed_precision_for: Vec<(UnitType, MixedPrecisionPolicy)>,
-    pub(crate) mixed_precision_at: Vec<(String, MixedPrecisionPolicy)>,
-    pub(super) storage: StoragePolicy,
-    pub(crate) storage_for: Vec<(UnitType, StoragePolicy)>,
-    pub(crate) storage_at: Vec<(String, StoragePolicy)>,
-    pub(crate) quantized_gathers: Option<usize>,
-    pub(crate) quantized_reductions: Option<usize>,
-    pub(crate) offload: OffloadPolicy,
-    pub(crate) activation_checkpointing: ActivationCheckpointing,
-    pub(crate) offload_activations: bool,
-    pub(crate) ignored_params: Vec<ParamId>,
-    pub(crate) persist_below: usize,
-    pub(crate) sync_module_states: bool,
-    pub(crate) cpu_ram_efficient_loading: bool,
-    pub(crate) deferred_init: bool,
-    pub(crate) seed: Option<u64>,
-    pub(crate) optimizer_check: bool,
+/// Returns the type of a field, by the kind of its row.
+macro_rules! field_type {
+    (by_type($ty:ty)) => { Vec<(UnitType, $ty)> };
+    (by_path($ty:ty)) => { Vec<(String, $ty)> };
+    (lists_by_type($ty:ty)) => { Vec<($ty, Vec<$ty>)> };
+    ($kind:ident($ty:ty)) => { $ty };
 }
+
+/// Makes [`FsdpOptions`] of the rows of the table. `ignored_params` is no row: ids of parameters
+/// differ between processes, so they are neither saved nor compared.
+macro_rules! fsdp_options {
+    ($(
+        $(#[$serde:meta])*
+        $vis:vis $name:ident($builder:ident): $kind:ident($ty:ty) = $value:expr, {
+            help: $help:literal,
+            default: $default:literal,
+            range: $range:literal,
+            $($rest:tt)*
+        }
+    )*) => {
+        /// The options of [`fully_shard`](crate::fully_shard). Every rank must pass the same ones.
+        ///
+        /// | option | default | values |
+        /// |---|---|---|
+        $(#[doc = concat!(
+            "| [`", stringify!($name), "`](Self::", stringify!($builder), ") | ", $default, " | ",
+            $range, " |"
+        )])*
+        /// | [`ignored_params`](Self::with_ignored_params) | none | ids of parameters |
+        #[derive(Clone, Debug, PartialEq)]
+        #[must_use]
+        pub struct FsdpOptions {
+            $($vis $name: field_type!($kind($ty)),)*
+            pub(crate) ignored_params: Vec<ParamId>,
+        }
+
+        impl FsdpOptions {
+            /// Returns the default options: `FULL_SHARD` with two gather buffers and prefetch in both
+            /// directions, starting from rank 0's weights.
+            pub const fn new() -> Self {
+                Self { $($name: $value,)* ignored_params: Vec::new() }
+            }
+
+            /// Returns the names and values of the options that must be equal on all ranks.
+            pub(super) fn compared(&self) -> Vec<(&'static str, &dyn Debug)> {
+                vec![$((stringify!($name), &self.$name),)*]
+            }
+        }
+    };
+}
+option_rows!(fsdp_options);
 
 impl Default for FsdpOptions {
     fn default() -> Self {
@@ -90,49 +73,6 @@ impl Default for FsdpOptions {
 }
 
 impl FsdpOptions {
-    /// Returns the default options: `FULL_SHARD` with two gather buffers and prefetch in both
-    /// directions, starting from rank 0's weights.
-    pub const fn new() -> Self {
-        Self {
-            strategy: ShardingStrategy::FullShard,
-            shard_size: None,
-            reshard_after_forward: None,
-            reshard_after_forward_for: Vec::new(),
-            reshard_after_forward_at: Vec::new(),
-            reshard_after_backward: true,
-            wrap: WrapPolicy::Annotated,
-            gather_buffers: 2,
-            forward_prefetch: true,
-            backward_prefetch: BackwardPrefetch::Pre,
-            units_ahead: None,
-            forward_prefetch_for: Vec::new(),
-            backward_prefetch_for: Vec::new(),
-            forward_prefetch_at: Vec::new(),
-            backward_prefetch_at: Vec::new(),
-            reductions_in_flight: None,
-            gradient_accumulation: GradientAccumulation::ReduceEach,
-            gradient_divide_factor: None,
-            mixed_precision: MixedPrecisionPolicy::new(),
-            mixed_precision_for: Vec::new(),
-            mixed_precision_at: Vec::new(),
-            storage: StoragePolicy::new(),
-            storage_for: Vec::new(),
-            storage_at: Vec::new(),
-            quantized_gathers: None,
-            quantized_reductions: None,
-            offload: OffloadPolicy::None,
-            activation_checkpointing: ActivationCheckpointing::Annotated,
-            offload_activations: false,
-            ignored_params: Vec::new(),
-            persist_below: 0,
-            sync_module_states: true,
-            cpu_ram_efficient_loading: true,
-            deferred_init: false,
-            seed: None,
-            optimizer_check: true,
-        }
-    }
-
     /// Sets what is sharded between steps. Default: [`ShardingStrategy::FullShard`].
     ///
     /// PyTorch's `sharding_strategy`, Accelerate's `fsdp_sharding_strategy`.

@@ -1,7 +1,7 @@
 //! Options that say how a model is sharded: PyTorch's and Accelerate's options as types.
 //!
-//! Imports point one way: policies, precision, storage <- fsdp_options <- unit_options, resolve, fsdp_config,
-//! config.
+//! Imports point one way: table, policies, precision, storage <- fsdp_options <- unit_options, resolve,
+//! fsdp_config, config. `table.rs` has a row for each option, from which the others are made.
 #![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::options) is about this module.")]
 
 pub mod config;
@@ -11,6 +11,7 @@ mod policies;
 mod precision;
 mod resolve;
 mod storage;
+mod table;
 mod unit_options;
 
 pub use self::fsdp_config::{CheckpointingConfig, FsdpConfig, WrapConfig};

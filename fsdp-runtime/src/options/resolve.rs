@@ -1,7 +1,5 @@
 //! Checks of the options, and the settings that follow from them for a mesh, a device or a unit.
 
-use std::fmt::Debug;
-
 use burn::tensor::Device;
 
 use super::fsdp_options::FsdpOptions;
@@ -16,83 +14,13 @@ use crate::module::UnitType;
 impl FsdpOptions {
     /// Returns one line for each option that must be equal on all ranks.
     pub(crate) fn fingerprint_lines(&self) -> Vec<String> {
-        // Ids of parameters differ between processes, so `ignored_params` is left out.
-        let Self {
-            strategy,
-            shard_size,
-            reshard_after_forward,
-            reshard_after_forward_for,
-            reshard_after_forward_at,
-            reshard_after_backward,
-            wrap,
-            gather_buffers,
-            forward_prefetch,
-            backward_prefetch,
-            units_ahead,
-            forward_prefetch_for,
-            backward_prefetch_for,
-            forward_prefetch_at,
-            backward_prefetch_at,
-            reductions_in_flight,
-            gradient_accumulation,
-            gradient_divide_factor,
-            mixed_precision,
-            mixed_precision_for,
-            mixed_precision_at,
-            storage,
-            storage_for,
-            storage_at,
-            quantized_gathers,
-            quantized_reductions,
-            offload,
-            activation_checkpointing,
-            offload_activations,
-            ignored_params: _,
-            persist_below,
-            sync_module_states,
-            cpu_ram_efficient_loading,
-            deferred_init,
-            seed,
-            optimizer_check,
-        } = self;
-        let options: [(&str, &dyn Debug); 35] = [
-            ("strategy", strategy),
-            ("seed", seed),
-            ("shard_size", shard_size),
-            ("reshard_after_forward", reshard_after_forward),
-            ("reshard_after_forward_for", reshard_after_forward_for),
-            ("reshard_after_forward_at", reshard_after_forward_at),
-            ("reshard_after_backward", reshard_after_backward),
-            ("wrap", wrap),
-            ("gather_buffers", gather_buffers),
-            ("forward_prefetch", forward_prefetch),
-            ("backward_prefetch", backward_prefetch),
-            ("units_ahead", units_ahead),
-            ("forward_prefetch_for", forward_prefetch_for),
-            ("backward_prefetch_for", backward_prefetch_for),
-            ("forward_prefetch_at", forward_prefetch_at),
-            ("backward_prefetch_at", backward_prefetch_at),
-            ("reductions_in_flight", reductions_in_flight),
-            ("gradient_accumulation", gradient_accumulation),
-            ("gradient_divide_factor", gradient_divide_factor),
-            ("mixed_precision", mixed_precision),
-            ("mixed_precision_for", mixed_precision_for),
-            ("mixed_precision_at", mixed_precision_at),
-            ("storage", storage),
-            ("storage_for", storage_for),
-            ("storage_at", storage_at),
-            ("quantized_gathers", quantized_gathers),
-            ("quantized_reductions", quantized_reductions),
-            ("offload", offload),
-            ("activation_checkpointing", activation_checkpointing),
-            ("offload_activations", offload_activations),
-            ("persist_below", persist_below),
-            ("sync_module_states", sync_module_states),
-            ("cpu_ram_efficient_loading", cpu_ram_efficient_loading),
-            ("deferred_init", deferred_init),
-            ("optimizer_check", optimizer_check),
-        ];
-        options.iter().map(|(name, value)| format!("option {name}: {value:?}")).collect()
+        let mut lines: Vec<String> = Vec::new();
+        for (name, value) in self.compared() {
+            let line = format!("option {name}: {value:?}");
+            // The first line that differs is reported, so the strategy and the seed come first.
+            if name == "seed" { lines.insert(1, line) } else { lines.push(line) }
+        }
+        lines
     }
 
     /// Returns every policy of mixed precision: the general one, and those for certain units.

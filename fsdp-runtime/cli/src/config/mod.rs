@@ -58,11 +58,8 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     if args.command.is_some() {
         return update(&path);
     }
-    let answers = if args.default {
-        Ok(questions::defaults())
-    } else {
-        questions::ask_all(&mut Terminal::new())
-    };
+    let answers =
+        if args.default { questions::defaults() } else { questions::ask_all(&mut Terminal::new()) };
     let config = match answers {
         Ok(config) => config,
         Err(error) => {

@@ -1,12 +1,9 @@
 //! The questions of `fsdp config`, in Accelerate's order, and the defaults of the answers.
 
-use std::fmt::Display;
+use std::io;
 
-use fsdp_runtime::config::{
-    AutoWrapPolicy, Config, DEFAULT_MIN_NUM_PARAMS, FsdpSection, MixedPrecision, StateDictType,
-};
+use fsdp_runtime::config::{Config, ConfigError, Overrides, Question, StateDictType, file_key};
 use fsdp_runtime::launch::cuda;
-use fsdp_runtime::options::{BackwardPrefetch, ShardingStrategy};
 
 use super::ask::{Answer, Ask};
 
@@ -17,33 +14,39 @@ const DEFAULT_PROCESSES: usize = 2;
 const DEFAULT_PORT: usize = 29500;
 
 /// Returns the configuration that `fsdp config --default` writes: full sharding on this machine.
-pub(super) fn defaults() -> Config {
+pub(super) fn defaults() -> Answer<Config> {
+    ask_all(&mut Defaults)
+}
+
+/// Returns the configuration before the first question, with the devices of this machine.
+fn of_this_machine() -> Config {
     let gpus = cuda::driver().map_or(0, |driver| driver.gpus.len());
     let mut config = Config::default();
     config.num_processes = Some(if gpus > 0 { gpus } else { DEFAULT_PROCESSES });
     config.use_cpu = gpus == 0;
-    // The runtime has these defaults too. They are set here so that the file shows them.
-    let fsdp = &mut config.fsdp;
-    fsdp.auto_wrap_policy = Some(AutoWrapPolicy::TransformerBased);
-    fsdp.backward_prefetch = Some(BackwardPrefetch::Pre);
-    fsdp.forward_prefetch = Some(true);
-    fsdp.state_dict_type = Some(StateDictType::Sharded);
-    fsdp.cpu_ram_efficient_loading = Some(true);
-    fsdp.sync_module_states = Some(true);
     config
 }
 
 /// Asks every question and returns the configuration made of the answers.
+///
+/// Questions about options are those of the runtime's table. An answer that is the default is
+/// written too, so that the file shows it.
 pub(super) fn ask_all(ask: &mut impl Ask) -> Answer<Config> {
-    let mut config = defaults();
+    let mut config = of_this_machine();
+    let mut options = Overrides::default();
     ask_machines(ask, &mut config)?;
     ask_device(ask, &mut config)?;
-    ask_sharding(ask, &mut config.fsdp)?;
-    ask_wrapping(ask, &mut config.fsdp)?;
-    ask_prefetch(ask, &mut config.fsdp)?;
-    ask_checkpoints(ask, &mut config.fsdp)?;
+    ask_key(ask, &mut options, "fsdp_sharding_strategy")?;
+    ask_key(ask, &mut options, "fsdp_offload_params")?;
+    ask_wrapping(ask, &mut options)?;
+    ask_key(ask, &mut options, "fsdp_backward_prefetch")?;
+    ask_key(ask, &mut options, "fsdp_forward_prefetch")?;
+    ask_key(ask, &mut options, "fsdp_activation_checkpointing")?;
+    ask_checkpoints(ask, &mut options)?;
     ask_processes(ask, &mut config)?;
-    ask_precision(ask, &mut config)?;
+    ask_key(ask, &mut options, "mixed_precision")?;
+    let (answers, _) = Config::read_with(None, &options).map_err(other)?;
+    (config.fsdp, config.mixed_precision) = (answers.fsdp, answers.mixed_precision);
     Ok(config)
 }
 
@@ -89,84 +92,36 @@ fn ask_device(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     Ok(())
 }
 
-fn ask_sharding(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
-    let strategies = ShardingStrategy::ALL.map(|(strategy, _)| strategy);
-    let about = [
-        "parameters, gradients and optimizer state: least memory",
-        "gradients and optimizer state: fewer all-gathers",
-        "nothing: plain data parallel training",
-        "as FULL_SHARD, within groups of ranks",
-        "as SHARD_GRAD_OP, within groups of ranks",
-    ];
-    fsdp.sharding_strategy = choose(ask, "What is sharded?", &strategies, &about, 0)?;
-    let question = "Offload parameters, gradients and optimizer state to host memory?";
-    fsdp.offload_params = ask.confirm(question, false)?;
-    Ok(())
-}
-
-fn ask_wrapping(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
-    let policy = choose(
-        ask,
-        "Which annotated units are gathered on their own?",
-        AutoWrapPolicy::ALL,
-        &["the units you name, or all units", "units above a size", "none: the model is one unit"],
-        0,
-    )?;
-    fsdp.auto_wrap_policy = Some(policy);
-    match policy {
-        AutoWrapPolicy::TransformerBased => {
-            let question = "Their types, such as BertLayer,BertEmbeddings? Empty for all units";
-            let names = ask.text(question, Some(""))?;
-            let names = names.split(',').map(str::trim).filter(|name| !name.is_empty());
-            fsdp.transformer_layer_cls_to_wrap = names.map(str::to_string).collect();
+/// Asks which units are gathered on their own: by name or by size.
+fn ask_wrapping(ask: &mut impl Ask, options: &mut Overrides) -> Answer<()> {
+    match ask_key(ask, options, "fsdp_auto_wrap_policy")?.as_str() {
+        "TRANSFORMER_BASED_WRAP" => {
+            ask_key(ask, options, "fsdp_transformer_layer_cls_to_wrap")?;
         }
-        AutoWrapPolicy::SizeBased => {
-            let question = "Minimum number of parameters of such a unit?";
-            fsdp.min_num_params = Some(ask.number(question, DEFAULT_MIN_NUM_PARAMS, 0)?);
+        "SIZE_BASED_WRAP" => {
+            ask_key(ask, options, "fsdp_min_num_params")?;
         }
-        AutoWrapPolicy::NoWrap => {}
+        _ => {}
     }
     Ok(())
 }
 
-/// Asks for prefetch in backward and forward, and for activation checkpointing.
-fn ask_prefetch(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
-    let prefetch = ask.select(
-        "When is a unit gathered for its backward?",
-        &[
-            ("BACKWARD_PRE", "before the backward of the following unit: most overlap"),
-            ("BACKWARD_POST", "after the backward of the following unit: one buffer less"),
-            ("NO_PREFETCH", "when its own backward begins"),
-        ],
-        0,
-    )?;
-    fsdp.backward_prefetch = Some(match prefetch {
-        0 => BackwardPrefetch::Pre,
-        1 => BackwardPrefetch::Post,
-        _ => BackwardPrefetch::None,
-    });
-    let question = "Gather a unit while the unit before it computes, in forward?";
-    fsdp.forward_prefetch = Some(ask.confirm(question, true)?);
-    fsdp.activation_checkpointing =
-        ask.confirm("Recompute activations in backward, to save memory?", false)?;
-    Ok(())
-}
-
 /// Asks for the form of checkpoints, and for the distribution of initial weights.
-fn ask_checkpoints(ask: &mut impl Ask, fsdp: &mut FsdpSection) -> Answer<()> {
+fn ask_checkpoints(ask: &mut impl Ask, options: &mut Overrides) -> Answer<()> {
+    // The form is no option of sharding, so the table does not have it.
     let about = [
         "the whole state, collected on rank 0",
         "the shards of each rank, for this layout only",
         "the shards of each rank, for any number of ranks",
     ];
-    let question = "In which form are checkpoints saved?";
-    fsdp.state_dict_type = Some(choose(ask, question, StateDictType::ALL, &about, 2)?);
-    let efficient = ask.confirm("Read initial weights on rank 0 only?", true)?;
-    fsdp.cpu_ram_efficient_loading = Some(efficient);
-    // Weights that only rank 0 has read must be broadcast.
-    let question = "Broadcast the weights of rank 0 at the start?";
-    fsdp.sync_module_states = Some(efficient || ask.confirm(question, true)?);
-    Ok(())
+    let forms: Vec<_> = StateDictType::ALL.iter().map(|form| form.name()).zip(about).collect();
+    let form = ask.select("In which form are checkpoints saved?", &forms, 2)?;
+    set(options, "fsdp_state_dict_type", forms[form].0)?;
+    if ask_key(ask, options, "fsdp_cpu_ram_efficient_loading")? == "true" {
+        // Weights that only rank 0 has read must be broadcast.
+        return set(options, "fsdp_sync_module_states", "true");
+    }
+    ask_key(ask, options, "fsdp_sync_module_states").map(drop)
 }
 
 /// Asks for the number of processes, and for the GPUs of this machine.
@@ -187,29 +142,63 @@ fn ask_processes(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
     Ok(())
 }
 
-fn ask_precision(ask: &mut impl Ask, config: &mut Config) -> Answer<()> {
-    let about = ["f32 throughout", "f16 with a loss scale", "bf16 parameters, f32 state", "8 bits"];
-    config.mixed_precision = choose(ask, "Mixed precision?", MixedPrecision::ALL, &about, 0)?;
-    Ok(())
+/// Asks the question of a key in the table of options, and sets the key to the answer. Returns the
+/// answer.
+fn ask_key(ask: &mut impl Ask, options: &mut Overrides, key: &str) -> Answer<String> {
+    let found = file_key(key).and_then(|key| Some((key.value, key.question?)));
+    let (value, question) = found.unwrap_or_else(|| panic!("the table has no question for {key}"));
+    let Question { text, default, choices } = question;
+    let answer = match value {
+        _ if !choices.is_empty() => {
+            let default = choices.iter().position(|(name, _)| *name == default);
+            choices[ask.select(text, choices, default.unwrap_or_default())?].0.into()
+        }
+        Some("BOOL") => ask.confirm(text, default == "true")?.to_string(),
+        Some("N") => ask.number(text, default.parse().unwrap_or_default(), 0)?.to_string(),
+        _ => ask.text(text, Some(default))?,
+    };
+    set(options, key, &answer)?;
+    Ok(answer)
 }
 
-/// Asks to choose one of `values`. `about` explains each value.
-fn choose<T: Copy + Display>(
-    ask: &mut impl Ask,
-    question: &str,
-    values: &[T],
-    about: &[&str],
-    default: usize,
-) -> Answer<T> {
-    let names: Vec<String> = values.iter().map(T::to_string).collect();
-    let options: Vec<(&str, &str)> =
-        names.iter().map(String::as_str).zip(about.iter().copied()).collect();
-    let choice = ask.select(question, &options, default)?;
-    Ok(values[choice.min(values.len() - 1)])
+/// Sets a key. An empty value leaves it out.
+fn set(options: &mut Overrides, key: &str, value: &str) -> Answer<()> {
+    if value.is_empty() { Ok(()) } else { options.set(key, value).map_err(other) }
+}
+
+/// Returns an error of the configuration as one of the questions.
+fn other(error: ConfigError) -> dialoguer::Error {
+    io::Error::other(error).into()
+}
+
+/// Answers each question with its default.
+struct Defaults;
+
+impl Ask for Defaults {
+    fn select(&mut self, _: &str, _: &[(&str, &str)], default: usize) -> Answer<usize> {
+        Ok(default)
+    }
+
+    fn confirm(&mut self, _: &str, default: bool) -> Answer<bool> {
+        Ok(default)
+    }
+
+    fn number(&mut self, _: &str, default: usize, _: usize) -> Answer<usize> {
+        Ok(default)
+    }
+
+    fn text(&mut self, _: &str, default: Option<&str>) -> Answer<String> {
+        Ok(default.unwrap_or_default().into())
+    }
+
+    fn refuse(&mut self, _: &str) {}
 }
 
 #[cfg(test)]
 mod tests {
+    use fsdp_runtime::config::{AutoWrapPolicy, MixedPrecision};
+    use fsdp_runtime::options::{BackwardPrefetch, ShardingStrategy};
+
     use super::*;
 
     /// Answers in the order of the questions; `None` takes the default.

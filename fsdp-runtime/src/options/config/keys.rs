@@ -1,4 +1,9 @@
-//! The keys of Accelerate's FSDP files, and whether each has an effect here.
+//! The keys of Accelerate's FSDP files, and whether each has an effect here. Keys that set an option
+//! are in the table of options; this file has the others.
+
+use std::sync::LazyLock;
+
+use crate::options::table::{FileKey, file_key, file_keys};
 
 /// Effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,11 +36,31 @@ pub(super) enum Section {
 }
 
 impl Section {
-    /// Returns the keys of this part.
-    pub(super) const fn keys(self) -> &'static [Key] {
-        match self {
+    /// Returns the keys of this part, sorted by name.
+    pub(super) fn keys(self) -> &'static [Key] {
+        static KEYS: LazyLock<[Vec<Key>; 2]> =
+            LazyLock::new(|| [Section::Top, Section::Fsdp].map(Section::all));
+        &KEYS[self as usize]
+    }
+
+    /// Returns the keys of this part: those below, and those of the table of options.
+    fn all(self) -> Vec<Key> {
+        let others = match self {
             Self::Top => TOP,
             Self::Fsdp => FSDP,
+        };
+        let of_options = file_keys().filter(|key| self.has(key)).map(|key| used(key.name));
+        let mut keys: Vec<Key> = others.iter().copied().chain(of_options).collect();
+        keys.sort_by_key(|key| key.name);
+        keys
+    }
+
+    /// Returns whether a key of the table of options belongs to this part.
+    fn has(self, key: &FileKey) -> bool {
+        let fsdp = key.name.starts_with("fsdp_");
+        match self {
+            Self::Top => !fsdp && !key.name.starts_with(PARALLELISM_PREFIX),
+            Self::Fsdp => fsdp,
         }
     }
 
@@ -74,6 +99,16 @@ pub(super) const PARALLELISM: &str = "parallelism_config";
 /// Prefix of the keys under [`PARALLELISM`].
 pub(super) const PARALLELISM_PREFIX: &str = "parallelism_config_";
 
+/// Returns the newest key that says what this key says, or the key itself.
+pub(super) fn meaning(key: &str) -> &str {
+    file_key(key).and_then(|key| key.same_as).unwrap_or(key)
+}
+
+/// Returns the newer name of a key with an older one.
+pub(super) fn newer_name(key: &str) -> Option<&'static str> {
+    file_key(key).filter(|key| key.renamed)?.same_as
+}
+
 const fn used(name: &'static str) -> Key {
     Key { name, effect: Effect::Used }
 }
@@ -94,7 +129,6 @@ const TOP: &[Key] = &[
     used("debug"),
     unused("deepspeed_config", "for DeepSpeed", EMPTY),
     used("distributed_type"),
-    used("downcast_bf16"),
     unused(
         "dynamo_backend",
         "for torch.compile; Burn's build feature `fusion` fuses operations on CubeCL devices",
@@ -106,7 +140,6 @@ const TOP: &[Key] = &[
         EMPTY,
     ),
     unused("enable_cpu_affinity", "the operating system places processes", NO),
-    used("fp16"),
     unused("fp8_config", "8-bit floats are not supported", EMPTY),
     used("fsdp_config"),
     used("gpu_ids"),
@@ -116,7 +149,6 @@ const TOP: &[Key] = &[
     used("main_process_port"),
     unused("main_training_function", "a program has one `main`", &["main"]),
     unused("megatron_lm_config", "for Megatron-LM", EMPTY),
-    used("mixed_precision"),
     used("mpirun_config"),
     used("num_machines"),
     used("num_processes"),
@@ -134,26 +166,13 @@ const TOP: &[Key] = &[
 ];
 
 const FSDP: &[Key] = &[
-    used("fsdp_activation_checkpointing"),
-    used("fsdp_activation_checkpointing_offload"),
-    used("fsdp_auto_wrap_policy"),
-    used("fsdp_backward_prefetch"),
-    used("fsdp_backward_prefetch_policy"),
-    used("fsdp_cpu_ram_efficient_loading"),
-    used("fsdp_forward_prefetch"),
     used("fsdp_ignored_modules"),
     unused(
         "fsdp_limit_all_gathers",
         "the option `gather_buffers` of the program limits how many units are gathered at a time",
         &["true"],
     ),
-    used("fsdp_min_num_params"),
-    used("fsdp_offload_params"),
-    used("fsdp_reshard_after_forward"),
-    used("fsdp_sharding_strategy"),
     used("fsdp_state_dict_type"),
-    used("fsdp_sync_module_states"),
-    used("fsdp_transformer_layer_cls_to_wrap"),
     used("fsdp_use_orig_params"),
     used("fsdp_version"),
     unused("xla", XLA, NO),

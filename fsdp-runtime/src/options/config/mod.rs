@@ -24,9 +24,11 @@ mod nearest;
 mod place;
 mod yaml;
 
-// Data: errors and notes, the values and the names of keys, the configuration.
+// Data: errors and notes, the values and the names of keys, the configuration and its section
+// `fsdp_config`.
 mod error;
 mod keys;
+mod section;
 mod types;
 mod values;
 
@@ -51,7 +53,11 @@ mod tests;
 pub use self::error::{ConfigError, Note, Problem, ProblemKind};
 pub use self::overrides::{OVERRIDES_VARIABLE, Overrides};
 pub use self::place::Place;
-pub use self::types::{CONFIG_VARIABLE, Config, DEFAULT_MIN_NUM_PARAMS, FsdpSection, MpirunConfig};
+pub use self::section::FsdpSection;
+pub use self::types::{CONFIG_VARIABLE, Config, DEFAULT_MIN_NUM_PARAMS, MpirunConfig};
 pub use self::update::{Update, update};
 pub use self::values::{AutoWrapPolicy, MixedPrecision, StateDictType};
 pub use crate::launch::DEBUG_VARIABLE;
+// For `fsdp-cli`, whose flags and questions are those of the table, and for the tests of the guide.
+#[doc(hidden)]
+pub use crate::options::table::{FileKey, Keys, OptionRow, Question, TABLE, file_key, file_keys};

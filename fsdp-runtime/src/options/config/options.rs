@@ -66,18 +66,7 @@ impl Config {
         if let Some(ranks) = self.shard_size() {
             options = options.with_shard_size(ranks);
         }
-        if let Some(prefetch) = fsdp.backward_prefetch {
-            options = options.with_backward_prefetch(prefetch);
-        }
-        if let Some(prefetch) = fsdp.forward_prefetch {
-            options = options.with_forward_prefetch(prefetch);
-        }
-        if let Some(sync) = fsdp.sync_module_states {
-            options = options.with_sync_module_states(sync);
-        }
-        if let Some(efficient) = fsdp.cpu_ram_efficient_loading {
-            options = options.with_cpu_ram_efficient_loading(efficient);
-        }
+        options = fsdp.set_plain(options);
         if fsdp.offload_params {
             options = options.with_offload(OffloadPolicy::Params { pin_memory: true });
         }

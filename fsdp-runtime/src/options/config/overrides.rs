@@ -3,7 +3,7 @@
 use serde_json::Value as Json;
 
 use super::error::{ConfigError, Note, Problem, ProblemKind};
-use super::keys::{PARALLELISM, PARALLELISM_PREFIX, Section};
+use super::keys::{self, PARALLELISM, PARALLELISM_PREFIX, Section};
 use super::nearest::nearest;
 use super::place::Place;
 use super::yaml::{self, KeyValue, Node, Value};
@@ -14,13 +14,6 @@ pub const OVERRIDES_VARIABLE: &str = "FSDP_CONFIG_FLAGS";
 
 /// Key of the map with `mpirun_hostfile`.
 const MPIRUN: &str = "mpirun_config";
-
-/// Keys of one meaning. A value for one key of a group overrides all keys of the group.
-const SYNONYMS: [[&str; 2]; 3] = [
-    ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"],
-    ["fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"],
-    ["mixed_precision", "fp16"],
-];
 
 /// Values of the command line that override those of a configuration file.
 ///
@@ -202,10 +195,10 @@ fn place_on_command_line(entries: &mut [KeyValue]) {
 
 /// Replaces a key of a file, and the keys of the same meaning.
 fn replace(file: &mut Vec<KeyValue>, own: &KeyValue, section: Section, notes: &mut Vec<Note>) {
-    let same = SYNONYMS.iter().find(|group| group.contains(&own.key.as_str()));
+    let meaning = keys::meaning(&own.key);
     file.retain(|entry| {
         let key = section.find_older(&entry.key).map_or(entry.key.as_str(), |key| key.name);
-        let overridden = key == own.key || same.is_some_and(|group| group.contains(&key));
+        let overridden = keys::meaning(key) == meaning;
         // A key without a value counts as left out.
         if overridden && entry.place != Place::CommandLine && !entry.value.is_null() {
             let (value, of_flag) = (entry.value.shown(), own.value.shown());

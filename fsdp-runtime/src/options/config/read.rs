@@ -19,7 +19,6 @@ mod sections;
 use std::path::Path;
 
 use self::reader::Reader;
-pub(super) use self::reader::boolean;
 use super::error::{ConfigError, Note, Problem};
 use super::keys::Section;
 use super::overrides::Overrides;
@@ -65,5 +64,7 @@ pub(super) fn read(
 pub(super) fn check_fsdp_section(entries: &[KeyValue]) -> Vec<Problem> {
     let mut reader = Reader::default();
     reader.section(Section::Fsdp, entries);
+    reader.read_renamed();
+    reader.problems.sort_by_key(|problem| problem.place);
     reader.problems
 }

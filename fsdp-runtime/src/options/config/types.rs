@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use super::place::Place;
-use super::values::{AutoWrapPolicy, MixedPrecision, StateDictType};
-use crate::options::{BackwardPrefetch, ShardingStrategy};
+use super::section::FsdpSection;
+use super::values::MixedPrecision;
 
 /// Environment variable with the path of the configuration file. `fsdp launch` sets it for each
 /// rank.
@@ -58,45 +58,6 @@ pub struct MpirunConfig {
     pub hostfile: Option<PathBuf>,
 }
 
-/// Settings that shard the model: the keys under `fsdp_config` and `parallelism_config`. `None`
-/// stands for the default of [`FsdpOptions`](crate::FsdpOptions).
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct FsdpSection {
-    /// `fsdp_sharding_strategy`, or the strategy that `fsdp_reshard_after_forward` stands for.
-    pub sharding_strategy: ShardingStrategy,
-    /// `fsdp_auto_wrap_policy`: which annotated units are gathered on their own.
-    pub auto_wrap_policy: Option<AutoWrapPolicy>,
-    /// `fsdp_transformer_layer_cls_to_wrap`: names of unit types. Empty for all unit types.
-    pub transformer_layer_cls_to_wrap: Vec<String>,
-    /// `fsdp_min_num_params`: minimum size of a unit under `SIZE_BASED_WRAP`, in elements.
-    pub min_num_params: Option<usize>,
-    /// `fsdp_backward_prefetch`, in older files `fsdp_backward_prefetch_policy`.
-    pub backward_prefetch: Option<BackwardPrefetch>,
-    /// `fsdp_forward_prefetch`: gather a unit while the unit before it computes.
-    pub forward_prefetch: Option<bool>,
-    /// `fsdp_offload_params`: store parameters, gradients and optimizer state in host memory.
-    pub offload_params: bool,
-    /// `fsdp_activation_checkpointing`: all units but the outermost recompute their activations in
-    /// backward. If false, only the units under `#[fsdp_unit(checkpoint)]` do.
-    pub activation_checkpointing: bool,
-    /// `fsdp_activation_checkpointing_offload`: inputs of units that recompute their activations are
-    /// stored in host memory until backward.
-    pub activation_checkpointing_offload: bool,
-    /// `fsdp_state_dict_type`: form in which the program saves checkpoints.
-    pub state_dict_type: Option<StateDictType>,
-    /// `fsdp_cpu_ram_efficient_loading`: one rank initialises a parameter, and the other ranks
-    /// receive their shards.
-    pub cpu_ram_efficient_loading: Option<bool>,
-    /// `fsdp_sync_module_states`: rank 0 broadcasts its initial parameters.
-    pub sync_module_states: Option<bool>,
-    /// `parallelism_config_dp_replicate_size`: number of shard groups. Each group of ranks holds a
-    /// whole copy of the model.
-    pub replicate: Option<usize>,
-    /// `parallelism_config_dp_shard_size`: number of ranks in a shard group.
-    pub shard: Option<usize>,
-}
-
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -113,27 +74,6 @@ impl Default for Config {
             mixed_precision: MixedPrecision::No,
             fsdp: FsdpSection::default(),
             source: Source::default(),
-        }
-    }
-}
-
-impl Default for FsdpSection {
-    fn default() -> Self {
-        Self {
-            sharding_strategy: ShardingStrategy::FullShard,
-            auto_wrap_policy: None,
-            transformer_layer_cls_to_wrap: Vec::new(),
-            min_num_params: None,
-            backward_prefetch: None,
-            forward_prefetch: None,
-            offload_params: false,
-            activation_checkpointing: false,
-            activation_checkpointing_offload: false,
-            state_dict_type: None,
-            cpu_ram_efficient_loading: None,
-            sync_module_states: None,
-            replicate: None,
-            shard: None,
         }
     }
 }

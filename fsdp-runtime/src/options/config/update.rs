@@ -5,11 +5,12 @@ use std::fmt;
 use std::path::Path;
 
 use super::error::ConfigError;
-use super::keys::Section;
+use super::keys::{self, Section};
 use super::overrides::Overrides;
 use super::place::Place;
 use super::read;
 use super::types::Config;
+use super::values::boolean;
 use super::yaml::{self, KeyValue, Node, Value};
 
 /// A key of an older file, and what stands in its place.
@@ -107,7 +108,7 @@ fn edits(root: &Node) -> Vec<(&KeyValue, Edit)> {
         match entry.key.as_str() {
             "fp16" if has(top, "mixed_precision") => edits.push((entry, Edit::Remove)),
             "fp16" => {
-                let on = entry.value.text().and_then(read::boolean) == Some(true);
+                let on = entry.value.text().and_then(boolean) == Some(true);
                 let value = if on { "fp16" } else { "'no'" };
                 edits.push((entry, Edit::Replace(format!("mixed_precision: {value}"))));
             }
@@ -135,10 +136,7 @@ fn fsdp_edit(entry: &KeyValue, has: &impl Fn(&str) -> bool) -> Option<Edit> {
     let prefixed = format!("fsdp_{key}");
     let guide = GUIDES.iter().find(|(guide, _)| *guide == key || *guide == prefixed);
     let now = match (Section::Fsdp.find_older(key), guide) {
-        (Some(known), _) if known.name == "fsdp_backward_prefetch_policy" => {
-            "fsdp_backward_prefetch"
-        }
-        (Some(known), _) => known.name,
+        (Some(known), _) => keys::newer_name(known.name).unwrap_or(known.name),
         (None, Some((_, now))) => now,
         (None, None) => return None,
     };

@@ -136,6 +136,15 @@ impl MixedPrecision {
     }
 }
 
+/// Parses a Boolean of YAML 1.1, or a text that Python's `strtobool` takes.
+pub(super) fn boolean(text: &str) -> Option<bool> {
+    match text.trim().to_ascii_lowercase().as_str() {
+        "true" | "yes" | "on" | "y" | "t" | "1" => Some(true),
+        "false" | "no" | "off" | "n" | "f" | "0" => Some(false),
+        _ => None,
+    }
+}
+
 /// The `distributed_type` that this crate implements.
 pub(super) const FSDP: &str = "FSDP";
 

@@ -1,7 +1,8 @@
 //! Conversion of a [`Config`] to YAML, with the keys in the order of Accelerate's files.
 
-use super::types::{Config, FsdpSection};
-use super::values::{FSDP, Named};
+use super::section::FsdpSection;
+use super::types::Config;
+use super::values::FSDP;
 
 /// Text of `key: value` lines.
 struct Lines {
@@ -64,25 +65,25 @@ pub(super) fn to_yaml(config: &Config) -> String {
 
 /// Writes the keys of `fsdp_config`.
 fn put_fsdp(lines: &mut Lines, fsdp: &FsdpSection) {
-    lines.put("fsdp_activation_checkpointing", fsdp.activation_checkpointing);
-    if fsdp.activation_checkpointing_offload {
-        lines.put("fsdp_activation_checkpointing_offload", true);
-    }
-    lines.put_some("fsdp_auto_wrap_policy", fsdp.auto_wrap_policy);
-    lines.put_some("fsdp_backward_prefetch", fsdp.backward_prefetch.map(Named::name_in_file));
-    lines.put_some("fsdp_cpu_ram_efficient_loading", fsdp.cpu_ram_efficient_loading);
-    lines.put_some("fsdp_forward_prefetch", fsdp.forward_prefetch);
-    lines.put_some("fsdp_min_num_params", fsdp.min_num_params);
-    lines.put("fsdp_offload_params", fsdp.offload_params);
-    lines.put("fsdp_sharding_strategy", fsdp.sharding_strategy);
-    lines.put_some("fsdp_state_dict_type", fsdp.state_dict_type);
-    lines.put_some("fsdp_sync_module_states", fsdp.sync_module_states);
+    let text = |value: &dyn ToString| Some(value.to_string());
     let units = fsdp.transformer_layer_cls_to_wrap.join(",");
-    lines.put_some(
-        "fsdp_transformer_layer_cls_to_wrap",
-        (!units.is_empty()).then(|| quoted(&units)),
-    );
-    lines.put("fsdp_use_orig_params", true);
+    let mut values: Vec<(&str, Option<String>)> = vec![
+        ("fsdp_activation_checkpointing", text(&fsdp.activation_checkpointing)),
+        (
+            "fsdp_activation_checkpointing_offload",
+            fsdp.activation_checkpointing_offload.then(|| "true".into()),
+        ),
+        ("fsdp_auto_wrap_policy", fsdp.auto_wrap_policy.map(|policy| policy.to_string())),
+        ("fsdp_min_num_params", fsdp.min_num_params.map(|number| number.to_string())),
+        ("fsdp_offload_params", text(&fsdp.offload_params)),
+        ("fsdp_sharding_strategy", text(&fsdp.sharding_strategy)),
+        ("fsdp_state_dict_type", fsdp.state_dict_type.map(|form| form.to_string())),
+        ("fsdp_transformer_layer_cls_to_wrap", (!units.is_empty()).then(|| quoted(&units))),
+        ("fsdp_use_orig_params", text(&true)),
+    ];
+    values.extend(fsdp.plain_fields().into_iter().map(|(key, field)| (key, field.text())));
+    values.sort_by_key(|(key, _)| *key);
+    values.into_iter().for_each(|(key, value)| lines.put_some(key, value));
 }
 
 /// Returns a scalar that YAML reads as the string `text`. It is quoted unless it is a word that

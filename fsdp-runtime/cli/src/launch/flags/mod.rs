@@ -199,7 +199,7 @@ mod tests {
         let unique: BTreeSet<&str> = names.iter().copied().collect();
         assert_eq!(unique.len(), names.len());
         let mut overrides = Overrides::default();
-        for flag in KEYS {
+        for flag in KEYS.iter() {
             overrides.set(flag.key, "1").unwrap_or_else(|error| panic!("{error}"));
         }
     }

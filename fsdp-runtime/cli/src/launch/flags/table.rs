@@ -1,4 +1,9 @@
-//! The flags that set a key of the configuration, and those whose wish is always fulfilled.
+//! The flags that set a key of the configuration, and those whose wish is always fulfilled. Flags for
+//! keys that set an option of sharding are those of the runtime's table of options.
+
+use std::sync::LazyLock;
+
+use fsdp_runtime::config::{FileKey, file_keys};
 
 use super::KeyFlag;
 
@@ -20,7 +25,15 @@ const fn switch(name: &'static str, key: &'static str, help: &'static str) -> Ke
 }
 
 /// Flags that set a key of the configuration.
-pub(super) const KEYS: &[KeyFlag] = &[
+pub(super) static KEYS: LazyLock<Vec<KeyFlag>> = LazyLock::new(|| {
+    let of_option =
+        |key: &FileKey| KeyFlag { name: key.name, key: key.name, value: key.value, help: key.help };
+    let options = file_keys().map(of_option);
+    LAUNCH.iter().copied().chain(options).chain(OTHERS.iter().copied()).collect()
+});
+
+/// Flags for the keys that say where ranks run.
+const LAUNCH: &[KeyFlag] = &[
     key(
         "num_processes",
         "N|MIN:MAX",
@@ -39,44 +52,18 @@ pub(super) const KEYS: &[KeyFlag] = &[
     key("gpu_ids", "IDS", "GPUs of this machine, such as 0,1, or `all`"),
     switch("cpu", "use_cpu", "Compute on the CPU even if there is a GPU"),
     switch("debug", "debug", "Compare every collective across ranks before it runs"),
-    key("mixed_precision", "no|fp16|bf16", "Dtype of gathered parameters and of the computation"),
-    switch("fp16", "fp16", "Older form of `--mixed-precision fp16`"),
-    switch("downcast_bf16", "downcast_bf16", "With bf16, outputs of the model stay in bf16"),
     key("mpirun_hostfile", "FILE", "Start the ranks with `mpirun`, on the hosts of this file"),
-    key(
-        "fsdp_sharding_strategy",
-        "NAME",
-        "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2, or 1 to 5",
-    ),
-    key("fsdp_reshard_after_forward", "BOOL", "The strategy of FSDP2: true is FULL_SHARD"),
-    key("fsdp_offload_params", "BOOL", "Store parameters and optimizer state in host memory"),
-    key(
-        "fsdp_auto_wrap_policy",
-        "NAME",
-        "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP: which units are gathered on their own",
-    ),
-    key("fsdp_transformer_layer_cls_to_wrap", "TYPES", "Units of TRANSFORMER_BASED_WRAP"),
-    key("fsdp_min_num_params", "N", "Minimum size of a unit of SIZE_BASED_WRAP"),
-    key("fsdp_backward_prefetch", "NAME", "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH, or 1 to 3"),
-    key("fsdp_backward_prefetch_policy", "NAME", "Older form of `--fsdp-backward-prefetch`"),
-    key("fsdp_forward_prefetch", "BOOL", "Gather a unit while the unit before it computes"),
+];
+
+/// Flags for the keys that are neither about the launch nor about an option of sharding.
+const OTHERS: &[KeyFlag] = &[
     key(
         "fsdp_state_dict_type",
         "NAME",
         "SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT: form of checkpoints",
     ),
-    key("fsdp_cpu_ram_efficient_loading", "BOOL", "One rank initialises a parameter"),
-    key("fsdp_sync_module_states", "BOOL", "Rank 0 broadcasts its initial parameters"),
     key("fsdp_use_orig_params", "BOOL", "Always true here"),
-    key("fsdp_activation_checkpointing", "BOOL", "Recompute activations in backward"),
-    key(
-        "fsdp_activation_checkpointing_offload",
-        "BOOL",
-        "Store inputs of recomputed units in host memory",
-    ),
     key("fsdp_version", "1|2", "Both versions of the keys are read alike"),
-    key("parallelism_config_dp_replicate_size", "N", "Number of shard groups"),
-    key("parallelism_config_dp_shard_size", "N", "Number of ranks in a shard group"),
     key("parallelism_config_tp_size", "N", "1: there is no tensor parallelism"),
     key("parallelism_config_cp_size", "N", "1: there is no context parallelism"),
     key("parallelism_config_sp_size", "N", "1: there is no sequence parallelism"),

@@ -17,7 +17,7 @@ impl Reader {
         self.check_shard_groups();
         self.check_wrapping();
         self.decide_precision();
-        self.decide_prefetch();
+        self.read_renamed();
         self.check_downcast();
     }
 
@@ -37,18 +37,20 @@ impl Reader {
         self.note_unused("fp16", value, reason, agrees);
     }
 
-    /// Decides the prefetch in backward. `fsdp_backward_prefetch_policy` is a key of older files,
-    /// and has an effect only without `fsdp_backward_prefetch`.
-    fn decide_prefetch(&mut self) {
-        let Some(older) = self.older_prefetch else { return };
-        let policy = *self.config.fsdp.backward_prefetch.get_or_insert(older);
-        if self.config.source.place("fsdp_backward_prefetch").is_none() {
-            return;
+    /// Reads the keys with an older name, which have an effect only without the newer one.
+    pub(super) fn read_renamed(&mut self) {
+        for (newer, entry) in std::mem::take(&mut self.renamed) {
+            let value = |reader: &mut Self| reader.config.fsdp.plain_field(newer)?.text();
+            let own = value(self);
+            self.plain_field(newer, &entry);
+            let older = value(self);
+            let Some((own, older)) = own.zip(older) else { continue };
+            if let Some(field) = self.config.fsdp.plain_field(newer) {
+                field.parse(&own);
+            }
+            let reason = format!("`{newer}` is `{own}`, and replaces it");
+            self.note_unused(&entry.key, &older, reason, older == own);
         }
-        let name = policy.name_in_file();
-        let reason = format!("`fsdp_backward_prefetch` is `{name}`, and replaces it");
-        let value = older.name_in_file();
-        self.note_unused("fsdp_backward_prefetch_policy", value, reason, older == policy);
     }
 
     /// Notes that `key` has no effect, since another key decides. `agrees` says whether it would

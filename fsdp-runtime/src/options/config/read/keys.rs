@@ -2,13 +2,15 @@
 
 use std::path::PathBuf;
 
-use super::reader::{REPLICATE, Reader, Reshard, boolean};
+use super::reader::{REPLICATE, Reader, Reshard};
 use crate::options::ShardingStrategy;
 use crate::options::config::error::ProblemKind;
 use crate::options::config::keys::PARALLELISM_PREFIX;
 use crate::options::config::nearest::nearest;
 use crate::options::config::types::MpirunConfig;
-use crate::options::config::values::{FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES};
+use crate::options::config::values::{
+    FSDP, MixedPrecision, Named, OTHER_DISTRIBUTED_TYPES, boolean,
+};
 use crate::options::config::yaml::{KeyValue, Node, Value};
 
 impl Reader {

@@ -1,12 +1,12 @@
 //! The [`Reader`]: the configuration read so far, its notes and problems, and values of one type.
 
+use crate::options::ShardingStrategy;
 use crate::options::config::error::{Note, Problem, ProblemKind};
 use crate::options::config::nearest::nearest;
 use crate::options::config::place::Place;
 use crate::options::config::types::Config;
-use crate::options::config::values::Named;
+use crate::options::config::values::{Named, boolean};
 use crate::options::config::yaml::{KeyValue, Value};
-use crate::options::{BackwardPrefetch, ShardingStrategy};
 
 /// Key of the number of shard groups, whose place `agree.rs` needs.
 pub(super) const REPLICATE: &str = "parallelism_config_dp_replicate_size";
@@ -19,9 +19,8 @@ pub(super) struct Reader {
     pub(super) problems: Vec<Problem>,
     /// Value of `fp16`, which older files have instead of `mixed_precision`.
     pub(super) fp16: bool,
-    /// Value of `fsdp_backward_prefetch_policy`, which older files have instead of
-    /// `fsdp_backward_prefetch`.
-    pub(super) older_prefetch: Option<BackwardPrefetch>,
+    /// Keys under `fsdp_config` with an older name, each with the newer name.
+    pub(super) renamed: Vec<(&'static str, KeyValue)>,
     /// Value of `fsdp_sharding_strategy`.
     pub(super) strategy: Option<ShardingStrategy>,
     /// Value of `fsdp_reshard_after_forward`, the newer key for the strategy.
@@ -110,21 +109,26 @@ impl Reader {
         value
     }
 
+    /// Reads the value of `entry` into the field of `key`, which has the values of its option.
+    /// Returns false if `key` is no such key.
+    pub(super) fn plain_field(&mut self, key: &str, entry: &KeyValue) -> bool {
+        let text = entry.value.text().unwrap_or_default();
+        let Some(field) = self.config.fsdp.plain_field(key) else { return false };
+        field.parse(text);
+        match (field.text(), field.names()) {
+            (Some(_), _) => {}
+            (None, []) => self.wrong_value(entry, "true or false"),
+            (None, names) => self.unknown_value(entry, text.trim(), names.to_vec()),
+        }
+        true
+    }
+
     /// Reads the entries of a map with `read`.
     pub(super) fn map(&mut self, entry: &KeyValue, read: impl FnOnce(&mut Self, &[KeyValue])) {
         match &entry.value.value {
             Value::Map(entries) => read(self, entries),
             _ => self.wrong_value(entry, "indented lines of `key: value`"),
         }
-    }
-}
-
-/// Parses a Boolean of YAML 1.1, or a text that Python's `strtobool` takes.
-pub(in crate::options::config) fn boolean(text: &str) -> Option<bool> {
-    match text.trim().to_ascii_lowercase().as_str() {
-        "true" | "yes" | "on" | "y" | "t" | "1" => Some(true),
-        "false" | "no" | "off" | "n" | "f" | "0" => Some(false),
-        _ => None,
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::reader::Reader;
 use crate::options::config::error::ProblemKind;
-use crate::options::config::keys::{Effect, Section};
+use crate::options::config::keys::{Effect, Section, newer_name};
 use crate::options::config::nearest::nearest;
 use crate::options::config::place::Place;
 use crate::options::config::values::Named;
@@ -93,6 +93,12 @@ impl Reader {
     }
 
     fn fsdp_key(&mut self, entry: &KeyValue) {
+        if let Some(newer) = newer_name(&entry.key) {
+            return self.renamed.push((newer, entry.clone()));
+        }
+        if self.plain_field(&entry.key, entry) {
+            return;
+        }
         match entry.key.as_str() {
             "fsdp_activation_checkpointing" => {
                 self.config.fsdp.activation_checkpointing = self.bool(entry).unwrap_or_default();
@@ -104,15 +110,6 @@ impl Reader {
             "fsdp_auto_wrap_policy" => {
                 self.config.fsdp.auto_wrap_policy = self.named(entry, Named::named);
             }
-            "fsdp_backward_prefetch" => {
-                self.config.fsdp.backward_prefetch = self.named(entry, Named::named_or_numbered);
-            }
-            "fsdp_backward_prefetch_policy" => {
-                self.older_prefetch = self.named(entry, Named::named_or_numbered);
-            }
-            "fsdp_cpu_ram_efficient_loading" => {
-                self.config.fsdp.cpu_ram_efficient_loading = self.bool(entry);
-            }
             "fsdp_ignored_modules" => self.problem(
                 entry.place,
                 ProblemKind::Unsupported {
@@ -121,7 +118,6 @@ impl Reader {
                     instead: "the program names parameters, with `FsdpOptions::with_ignored_params`",
                 },
             ),
-            "fsdp_forward_prefetch" => self.config.fsdp.forward_prefetch = self.bool(entry),
             "fsdp_min_num_params" => self.config.fsdp.min_num_params = self.count(entry, 0),
             "fsdp_offload_params" => {
                 self.config.fsdp.offload_params = self.bool(entry).unwrap_or_default();
@@ -133,7 +129,6 @@ impl Reader {
             "fsdp_state_dict_type" => {
                 self.config.fsdp.state_dict_type = self.named(entry, Named::named_or_numbered);
             }
-            "fsdp_sync_module_states" => self.config.fsdp.sync_module_states = self.bool(entry),
             "fsdp_transformer_layer_cls_to_wrap" => self.unit_names(entry),
             "fsdp_use_orig_params" => {
                 if self.bool(entry) == Some(false) {
