@@ -25,8 +25,8 @@ fn training_goes_on_while_a_slow_disk_writes() {
     }
     let home = tempfile::tempdir().unwrap();
     let mut strace = Command::new("strace");
-    // A save syncs two files of ranks, the manifest and two folders, each two seconds late.
-    let delay = ["-f", "-e", "trace=fsync", "-e", "inject=fsync:delay_enter=2000000"];
+    // A save syncs two files of ranks, the manifest and two folders, each half a second late.
+    let delay = ["-f", "-e", "trace=fsync", "-e", "inject=fsync:delay_enter=500000"];
     strace.args(delay).args(["-o", "/dev/null"]).arg(std::env::current_exe().unwrap());
     strace.args(["--exact", "slow_disk::on_a_slow_disk", "--ignored", "--nocapture"]);
     let output = strace.env(FOLDER, home.path()).output().unwrap();

@@ -39,14 +39,14 @@ use super::run::Metrics;
 use super::support::compare::{Within, assert_close};
 use super::support::on_ranks;
 
-/// Digits for training: 8 batches of 64 of all ranks, and one of 20.
-pub const TRAIN: usize = 532;
+/// Digits for training: 8 batches of 32 of all ranks, and one of 12.
+pub const TRAIN: usize = 268;
 /// Number of batches in an epoch.
 pub const BATCHES: usize = TRAIN.div_ceil(BATCH);
 /// Digits for validation: no multiple of any number of ranks.
 const VALID: usize = 101;
 /// Digits of one batch of all ranks.
-const BATCH: usize = 64;
+const BATCH: usize = 32;
 const SEED: u64 = 1;
 /// Learning rate of runs that are compared with others. At the example's 1.0 the loss jumps in the
 /// first steps: a pixel that becomes the largest of its pool by a rounding then changes it by 1e-5.
