@@ -17,27 +17,29 @@
 //! visibility name(builder): kind(type) = default, { columns }
 //! ```
 //!
-//! The attributes of a row are those of the field of `FsdpConfig`: an option that older files do not
-//! have is under `#[serde(default)]`. The kind says how the option is stored, and how `FsdpConfig`
-//! stores it:
+//! The attributes of a row are those of the field of `FsdpConfig`: an option that older files lack is
+//! under `#[serde(default)]`. The order of the rows is that of saved files and of fingerprints. The
+//! kind says how the option is stored:
 //!
 //! | kind | `FsdpOptions` | `FsdpConfig` |
 //! |---|---|---|
 //! | `plain(T)` | `T` | `T` |
-//! | `by_type(T)` | `T` for types of units | `T` for names of types |
-//! | `by_path(T)` | `T` for module paths | the same |
-//! | `lists_by_type(UnitType)` | a list of types for types of units | a list of names for names |
+//! | `by_type(T)` | a `T` for types of units | a `T` for names of types |
+//! | `by_path(T)` | a `T` for module paths | the same |
+//! | `lists_by_type(UnitType)` | lists of types for types of units | lists of names for names |
 //! | `wrap(..)`, `recompute(..)` | a policy with types of units | the same with names of types |
 //!
 //! The column `keys` has the keys of Accelerate's file, each with the flag of `fsdp launch` and the
-//! question of `fsdp config`, or the reason why there are none. Where a key has the values of the
-//! option, `field` names the field of `FsdpSection` and the key; the rest of such keys is derived.
+//! question of `fsdp config`, or the reason why there are none. `field` is for a key that has the
+//! values of its option: it makes a field of `FsdpSection`, which is read, written and converted.
 //!
-//! Four things are written out elsewhere. Builder methods (`fsdp_options.rs`, `unit_options.rs`) have
-//! parameters and documentation of their own. `ignored_params` is no row of the macro, since it is
-//! neither saved nor compared across ranks. Keys with other values than their option are read and
-//! converted in `config/read/` and `config/options.rs`. Keys that set no option, such as
-//! `fsdp_state_dict_type`, are in `config/keys.rs`.
+//! Four things are written out elsewhere:
+//!
+//! - Builder methods (`fsdp_options.rs`, `unit_options.rs`), whose parameters and documentation differ.
+//! - `ignored_params`, which is neither saved nor compared across ranks. It is no row of the macro.
+//! - Keys with other values than their option: read in `config/read/`, written in `config/write.rs`,
+//!   converted in `config/options.rs`.
+//! - Keys that set no option, such as `fsdp_state_dict_type`: `config/keys.rs`.
 
 mod row;
 #[cfg(test)]
