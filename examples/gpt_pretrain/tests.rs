@@ -1,5 +1,7 @@
 //! Tests of whole runs.
 
+use std::path::PathBuf;
+
 use anyhow::bail;
 use fsdp_runtime::memory::MemoryError;
 
@@ -7,12 +9,18 @@ use super::*;
 use crate::arch::Arch;
 use crate::sharding::{ActivationPolicy, Precision};
 
+/// Returns a folder for word pieces beside this program, so that they are learned once in all tests.
+fn bpe_cache() -> PathBuf {
+    let program = std::env::current_exe().unwrap();
+    program.with_file_name("word-pieces-of-tests")
+}
+
 /// Runs three updates.
 fn run_with(flags: &str) -> Result<Summary> {
-    let shape = "--quiet --bpe-cache none --tokens-per-sample 32 --max-update 3 \
-                 --warmup-updates 0 --lr 1e-3";
+    let shape = "--quiet --tokens-per-sample 32 --max-update 3 --warmup-updates 0 --lr 1e-3";
     let flags = shape.split_whitespace().chain(flags.split(' '));
-    run_cli(&Cli::parse_from(std::iter::once("gpt_pretrain").chain(flags)))
+    let cli = Cli::parse_from(std::iter::once("gpt_pretrain").chain(flags));
+    run_cli(&Cli { bpe_cache: Some(bpe_cache()), ..cli })
 }
 
 pub fn run_cli(cli: &Cli) -> Result<Summary> {
@@ -168,11 +176,11 @@ fn recomputation_changes_no_loss() {
 fn a_model_trains_in_a_quarter_of_its_own_size() {
     let arch =
         Arch { name: "deep", fairseq: None, layers: 24, width: 64, heads: 2, vocabulary: 512 };
-    let shape = "gpt_pretrain --quiet --bpe-cache none --tokens-per-sample 32 --max-update 2 \
-                 --batch-size 1 --max-valid-steps 1";
+    let shape = "gpt_pretrain --quiet --tokens-per-sample 32 --max-update 2 --batch-size 1 \
+                 --max-valid-steps 1";
     let with = |flags: &str| {
         let cli = Cli::parse_from(shape.split_whitespace().chain(flags.split_whitespace()));
-        run_cli(&Cli { arch, ..cli })
+        run_cli(&Cli { arch, bpe_cache: Some(bpe_cache()), ..cli })
     };
     let whole = with("--world-size 1 --strategy NO_SHARD").unwrap().forecast;
     let limit = (whole.replicated + whole.optimizer) / 4;

@@ -135,7 +135,7 @@ fn clipped_with(element: f32) -> Vec<(f64, Error, bool)> {
             let id = block.down.weight.id;
             if worker.rank() == 1 {
                 let gradient = gradients.remove::<2>(id).expect("a gradient");
-                gradients.register(id, gradient * element);
+                gradients.register(id, gradient.full_like(element));
             }
         }
         let id = model.head.weight.id;

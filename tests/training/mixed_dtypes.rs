@@ -132,9 +132,17 @@ fn losses_and_gradients_are_those_of_plain_burn() {
 }
 
 fn assert_same(found: &Run, expected: &Run) {
-    let (a, b) = (found.launch(), expected.launch());
-    assert_eq!((a.losses, a.norms), (b.losses, b.norms), "{found:?}");
-    assert_same_state(&a.state, &b.state, format_args!("{found:?}"));
+    assert_all_same([found.clone()], expected);
+}
+
+/// Asserts that each of the runs gives the bits of `expected`, which runs once.
+fn assert_all_same(found: impl IntoIterator<Item = Run>, expected: &Run) {
+    let b = expected.launch();
+    for found in found {
+        let a = found.launch();
+        assert_eq!((&a.losses, &a.norms), (&b.losses, &b.norms), "{found:?}");
+        assert_same_state(&a.state, &b.state, format_args!("{found:?}"));
+    }
 }
 
 #[test]
@@ -153,10 +161,12 @@ fn strategies_agree_bit_for_bit() {
                 let options =
                     options().with_mixed_precision(policy).with_gradient_accumulation(accumulation);
                 let full = Run { batches, ..Run::new(world, options.clone()) };
-                for strategy in [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
-                    let options = options.clone().with_strategy(strategy);
-                    assert_same(&Run { options, ..full.clone() }, &full);
-                }
+                let strategies = [ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
+                let runs = strategies.map(|strategy| Run {
+                    options: options.clone().with_strategy(strategy),
+                    ..full.clone()
+                });
+                assert_all_same(runs, &full);
             }
         }
     }
@@ -165,7 +175,7 @@ fn strategies_agree_bit_for_bit() {
 #[test]
 fn options_of_schedule_and_offload_change_no_bit() {
     let full = Run::new(4, options());
-    for options in [
+    let changed = [
         options().with_reshard_after_forward(ReshardAfterForward::To(2)),
         options().with_gather_buffers(1),
         options().with_gather_buffers(3),
@@ -174,9 +184,8 @@ fn options_of_schedule_and_offload_change_no_bit() {
         options().with_offload(OffloadPolicy::Params { pin_memory: false }),
         options().with_offload(OffloadPolicy::OptimizerOnly),
         options().with_activation_checkpointing(ActivationCheckpointing::All),
-    ] {
-        assert_same(&Run { options, ..full.clone() }, &full);
-    }
+    ];
+    assert_all_same(changed.map(|options| Run { options, ..full.clone() }), &full);
 }
 
 /// Returns the elements of a flat range of these matrices, padding included.

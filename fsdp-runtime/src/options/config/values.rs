@@ -115,7 +115,7 @@ named! {
     MixedPrecision {
         /// No mixed precision: f32.
         No = "no",
-        /// Mixed precision in f16. The program needs a [`GradScaler`](crate::optim::GradScaler).
+        /// Mixed precision in f16. The program needs a `GradScaler`.
         Fp16 = "fp16",
         /// Mixed precision in bf16.
         Bf16 = "bf16",

@@ -30,7 +30,7 @@ impl<B: ModelBackend> Schedule<B> {
             return Ok(None);
         }
         self.check_memory_limit()?;
-        let span = tracing::trace_span!(target: "fsdp", "fsdp::pre_forward", unit = %self.units[unit].name).entered();
+        let span = tracing::trace_span!(target: "fsdp", "fsdp::begin_forward", unit = %self.units[unit].name).entered();
         if state.open_forwards == 0 {
             self.begin_forward_pass(state)?;
         }
@@ -52,7 +52,7 @@ impl<B: ModelBackend> Schedule<B> {
         // The unit is in use from here on, so a prefetch does not take its gather buffers.
         self.prefetch_next(state, at, unit)?;
         drop(span);
-        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::pre_forward");
+        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::begin_forward");
         self.tracker.mark_forward(unit);
         Ok(Some(call))
     }
@@ -124,8 +124,8 @@ impl<B: ModelBackend> Schedule<B> {
         let state = &mut *guard;
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
         let unit = call.unit;
-        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::post_forward");
-        let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_forward", unit = %self.units[unit].name).entered();
+        tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::end_forward");
+        let _span = tracing::trace_span!(target: "fsdp", "fsdp::end_forward", unit = %self.units[unit].name).entered();
         call.ordering_inputs.clear();
         self.close_forward(state, unit);
         state.recompute.first_run.take_if(|first_run| *first_run == id);
@@ -163,7 +163,7 @@ impl<B: ModelBackend> Schedule<B> {
         let mut guard = self.lock();
         let state = &mut *guard;
         if let Some(call) = state.calls.remove(&id) {
-            tracing::trace!(target: "fsdp::trace", unit = %self.units[call.unit].name, "fsdp::post_forward");
+            tracing::trace!(target: "fsdp::trace", unit = %self.units[call.unit].name, "fsdp::end_forward");
             self.close_forward(state, call.unit);
             self.discard_groups(state, call.unit);
             self.reshard(state, call.unit);
