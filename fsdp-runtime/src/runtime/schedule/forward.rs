@@ -30,7 +30,7 @@ impl<B: ModelBackend> Schedule<B> {
             return Ok(None);
         }
         self.check_memory_limit()?;
-        let span = tracing::trace_span!(target: "fsdp", "fsdp::begin_forward", unit = %self.units[unit].name).entered();
+        let span = tracing::trace_span!(target: "fsdp", "fsdp::pre_forward", unit = %self.units[unit].name).entered();
         if state.open_forwards == 0 {
             self.begin_forward_pass(state)?;
         }
@@ -125,7 +125,7 @@ impl<B: ModelBackend> Schedule<B> {
         let Some(call) = state.calls.get_mut(&id) else { return Ok(()) };
         let unit = call.unit;
         tracing::trace!(target: "fsdp::trace", unit = %self.units[unit].name, "fsdp::end_forward");
-        let _span = tracing::trace_span!(target: "fsdp", "fsdp::end_forward", unit = %self.units[unit].name).entered();
+        let _span = tracing::trace_span!(target: "fsdp", "fsdp::post_forward", unit = %self.units[unit].name).entered();
         call.ordering_inputs.clear();
         self.close_forward(state, unit);
         state.recompute.first_run.take_if(|first_run| *first_run == id);
