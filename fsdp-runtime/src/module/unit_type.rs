@@ -93,6 +93,6 @@ impl UnitType {
 #[macro_export]
 macro_rules! unit_types {
     ($($ty:ty),* $(,)?) => {
-        const { &[$($crate::options::UnitType::of::<$ty>()),*] as &[$crate::options::UnitType] }
+        const { &[$($crate::__private::UnitType::of::<$ty>()),*] as &[$crate::__private::UnitType] }
     };
 }
