@@ -95,6 +95,7 @@ fn every_option_is_explained() {
     let mut explained: Vec<&str> =
         rows.flat_map(|row| named(&row[0])).map(|option| option.name).collect();
     let mut names: Vec<&str> = TABLE.iter().map(|row| row.name).collect();
-    (explained.sort_unstable(), names.sort_unstable());
+    explained.sort_unstable();
+    names.sort_unstable();
     assert_eq!(explained, names);
 }

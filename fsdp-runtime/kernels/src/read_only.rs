@@ -10,9 +10,9 @@ use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProper
 /// before a mutation.
 pub trait ReadOnly: Send + Sync + 'static {
     /// Returns the size in bytes.
-    fn len(&self) -> usize;
+    fn size(&self) -> usize;
 
-    /// Returns all [`len`](Self::len) bytes.
+    /// Returns all [`size`](Self::size) bytes.
     fn bytes(&self) -> &[u8];
 
     /// Copies the first bytes to `target`.
@@ -23,7 +23,7 @@ pub trait ReadOnly: Send + Sync + 'static {
 
 /// Returns the memory as byte storage of Burn.
 pub fn read_only(memory: impl ReadOnly) -> Bytes {
-    let len = memory.len();
+    let len = memory.size();
     // SAFETY: the controller provides `len` initialised bytes.
     unsafe { Bytes::from_controller(Box::new(Controller(memory)), len) }
 }
@@ -41,7 +41,7 @@ impl<T: ReadOnly> AllocationController for Controller<T> {
     }
 
     fn capacity(&self) -> usize {
-        self.0.len()
+        self.0.size()
     }
 
     unsafe fn memory_mut(
@@ -53,7 +53,7 @@ impl<T: ReadOnly> AllocationController for Controller<T> {
 
     fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
         let bytes = self.0.bytes();
-        assert_eq!(bytes.len(), self.0.len(), "all bytes");
+        assert_eq!(bytes.len(), self.0.size(), "all bytes");
         // SAFETY: `MaybeUninit<u8>` has the layout of `u8`, and nothing writes through the result.
         Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
     }

@@ -88,7 +88,7 @@ struct View {
 }
 
 impl ReadOnly for View {
-    fn len(&self) -> usize {
+    fn size(&self) -> usize {
         self.range.len()
     }
 

@@ -8,10 +8,10 @@ use fsdp_macros::fsdp_unit;
 
 use super::AdamWConfig;
 use crate::backend::stream_order::{Waits, violations};
-use crate::{
-    Error, FsdpOptions, GradientAccumulation, LaunchOptions, MixedPrecisionPolicy, OffloadPolicy,
-    ReshardAfterForward, Worker, fully_shard, launch,
+use crate::options::{
+    GradientAccumulation, MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward,
 };
+use crate::{Error, FsdpOptions, LaunchOptions, Worker, fully_shard, launch};
 
 #[derive(Module, Debug)]
 #[fsdp_unit(crate = "crate")]

@@ -157,7 +157,7 @@ mod tests {
     use burn_cubecl::CubeBackend;
 
     use super::*;
-    use crate::{cast, to_data};
+    use crate::{Kernels, cast, to_data};
 
     /// Number of parts, first element, length, divisor and dtype of a mean.
     type Mean = (usize, usize, usize, usize, DType);

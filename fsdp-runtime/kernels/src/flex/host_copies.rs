@@ -63,7 +63,7 @@ struct CastBytes {
 }
 
 impl ReadOnly for CastBytes {
-    fn len(&self) -> usize {
+    fn size(&self) -> usize {
         self.len
     }
 
