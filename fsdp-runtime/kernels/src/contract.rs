@@ -72,7 +72,7 @@ pub trait Kernels: Backend {
     fn dropout(tensor: Float<Self>, source: &MaskSource) -> Float<Self>;
 
     /// Returns f32 elements rounded to bf16 at random, as
-    /// [`random_rounding`](super::random_rounding) describes.
+    /// the header of `random_rounding.rs` describes.
     fn round_at_random(tensor: Float<Self>, rounding: &RandomRounding) -> Float<Self>;
 
     /// Returns `x · Φ(x)` for each element, where Φ is the standard normal distribution, with an

@@ -1,13 +1,13 @@
 //! Kernels on CubeCL devices: `#[cube]` functions, and the functions that launch them.
 //!
-//! A launch splits the elements of a tensor into at most two [`Span`](span::Span)s: the widest
+//! A launch splits the elements of a tensor into at most two `Span`s: the widest
 //! vectors that the device loads at once, then the remaining single elements. The vectors are
 //! narrower where the device requires aligned vectors and a buffer offset is not a multiple of
 //! their width.
 //!
 //! CubeCL's compilers may fuse a product with a sum into one operation that rounds once. Where a
 //! kernel must give the bits of its Flex implementation, which rounds twice, products pass through
-//! [`rounded`](rounding::rounded).
+//! `rounding::rounded`.
 //!
 //! "Thread" means a thread of a kernel, which CubeCL calls a unit.
 
