@@ -78,22 +78,61 @@ fn messages(case: &Path, libraries: &[PathBuf; 2], out: &Path) -> Option<String>
     (!ran.status.success()).then(|| normalized(&text))
 }
 
-/// Returns messages without what depends on the number of errors of the case or on features: the lines that count
-/// errors, and the number of types that a list leaves out.
+/// Lines that count errors, which depends on the compiler.
+const COUNTS: [&str; 3] =
+    ["error: aborting due to ", "For more information about ", "Some errors have "];
+
+/// Returns messages without what changes in other places than the case: lines that count errors, numbers of lines
+/// in other files, and the number of types that a list leaves out.
 fn normalized(text: &str) -> String {
-    let counts = ["error: aborting due to ", "For more information about ", "Some errors have "];
-    let lines = text.lines().filter(|line| !counts.iter().any(|count| line.starts_with(count)));
-    let lines = lines.map(|line| match line.split_once("and ") {
-        Some((before, rest)) if before.trim_matches([' ', '=', '|']).is_empty() => {
-            let others = rest.trim_start_matches(|c: char| c.is_ascii_digit());
-            match others.starts_with(" other") && others.len() < rest.len() {
-                true => format!("{before}and $N{others}"),
-                false => line.to_string(),
+    let is_kept = |line: &&str| !COUNTS.iter().any(|count| line.starts_with(count));
+    let lines: Vec<&str> = text.lines().filter(is_kept).collect();
+    let messages = lines.split(|line| line.trim().is_empty()).map(without_lines_of_others);
+    messages.filter(|message| !message.is_empty()).collect::<Vec<_>>().join("\n\n")
+}
+
+/// Returns the number of leading spaces.
+fn indent(line: &str) -> usize {
+    line.len() - line.trim_start_matches(' ').len()
+}
+
+/// Returns one message without the numbers of lines in other files, which widen its margin.
+fn without_lines_of_others(message: &[&str]) -> String {
+    let (mut is_other, mut margin, mut widest) = (false, None, 1);
+    let mut lines = Vec::new();
+    for line in message {
+        let mut line = line.trim_end().to_string();
+        let digits: usize = line.trim_start().chars().take_while(char::is_ascii_digit).count();
+        let is_numbered = digits > 0 && line[indent(&line) + digits..].starts_with(" |");
+        if let Some((before, place)) =
+            line.split_once("--> ").filter(|(it, _)| it.trim().is_empty())
+        {
+            margin.get_or_insert(before.len());
+            is_other = !place.starts_with("tests/ui/");
+            if is_other {
+                let file = place.trim_end_matches(|c: char| c.is_ascii_digit() || c == ':');
+                line = format!("{before}--> {file}");
+            }
+        } else if line.starts_with("help: ") {
+            // What it suggests is a change of the case.
+            is_other = false;
+        } else if is_numbered && is_other {
+            let at = indent(&line);
+            line.replace_range(at..at + digits, &" ".repeat(digits));
+        } else if is_numbered {
+            widest = widest.max(digits);
+        }
+        if let Some(others) = line.trim_start().strip_prefix("and ") {
+            let rest = others.trim_start_matches(|c: char| c.is_ascii_digit());
+            if rest.starts_with(" other") {
+                line = format!("{}and $N{rest}", " ".repeat(indent(&line)));
             }
         }
-        _ => line.trim_end().to_string(),
-    });
-    lines.collect::<Vec<_>>().join("\n").trim_end().to_string()
+        lines.push(line);
+    }
+    let surplus = margin.unwrap_or(widest).saturating_sub(widest);
+    let cut = |line: &String| line[surplus.min(indent(line))..].to_string();
+    lines.iter().map(cut).collect::<Vec<_>>().join("\n")
 }
 
 /// Returns what is wrong with a case, if anything is.
@@ -127,8 +166,11 @@ fn wrong_use_does_not_compile() {
 }
 
 #[test]
-fn numbers_that_depend_on_features_are_left_out() {
-    let text = "error: no\n  = help: and\n            and 12 others\nerror: aborting due to 2 previous errors\n\
-                \nFor more information about this error, try `rustc --explain E0277`.\n";
-    assert_eq!(normalized(text), "error: no\n  = help: and\n            and $N others");
+fn what_changes_in_other_places_is_left_out() {
+    let text = "error: no\n   --> tests/ui/a.rs:9:1\n    |\n  9 | struct A;\n    = help: these\n              and 12 others\n\
+                note: by\n   --> src/b.rs:108:3\n    |\n108 | trait B;\n\n\
+                error: aborting due to 2 previous errors\n\nFor more information about this error, try\n";
+    let expected = "error: no\n --> tests/ui/a.rs:9:1\n  |\n9 | struct A;\n  = help: these\n            and $N others\n\
+                    note: by\n --> src/b.rs\n  |\n  | trait B;";
+    assert_eq!(normalized(text), expected);
 }
