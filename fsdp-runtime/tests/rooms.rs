@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use proc_macro2::TokenStream;
+use proc_macro2::{TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 
 /// Names on the way from the root of a crate to a module or an item.
@@ -41,6 +41,26 @@ fn is_test(attributes: &[syn::Attribute]) -> bool {
         list.path.is_ident("cfg")
             && parts.unwrap_or(&condition).split(',').any(|part| part == "test")
     })
+}
+
+/// Adds the tokens of a macro to a text, without literals: documentation in a macro uses no module.
+fn add_code(tokens: TokenStream, text: &mut String) {
+    for token in tokens {
+        match token {
+            TokenTree::Group(group) => {
+                text.push(' ');
+                add_code(group.stream(), text);
+                text.push(' ');
+            }
+            TokenTree::Literal(_) => text.push(' '),
+            TokenTree::Ident(ident) => {
+                let follows = text.ends_with([':', '$']);
+                text.push_str(if follows { "" } else { " " });
+                text.push_str(&ident.to_string());
+            }
+            TokenTree::Punct(punct) => text.push(punct.as_char()),
+        }
+    }
 }
 
 /// A use of a module or of an item in it.
@@ -86,7 +106,8 @@ impl Imports {
 
     /// Adds the paths in the arguments of a macro. Paths that begin with `$crate` are left out.
     fn add_tokens(&mut self, tokens: &TokenStream) {
-        let text = tokens.to_string().replace(" ::", "::").replace(":: ", "::").replace("$ ", "$");
+        let mut text = String::new();
+        add_code(tokens.clone(), &mut text);
         for word in text.split(|c: char| !c.is_alphanumeric() && !"_:$".contains(c)) {
             self.add(word.trim_end_matches(':').split("::").map(String::from).collect(), None);
         }
@@ -330,6 +351,7 @@ fn a_use_against_the_order_is_reported() {
     write("low.rs", "use crate::{high::Thing, low};\n");
     write("high/mod.rs", "mod a;\nmod b;\npub use self::b::Thing as Other;\n");
     write("high/a.rs", "use crate::low::Thing; // crate::other\nfn f() { call!(super::Other) }\n");
+    write("low/text.rs", "rows! { #[doc = \"crate::high\"] /// [`x`](crate::high)\n a }\n");
     write("high/b.rs", "struct Thing(super::super::high::a::A);\n");
     write(
         "both/mod.rs",
