@@ -5,15 +5,15 @@
 //! without the annotations the same code trains the model unsharded.
 //!
 //! The dropout is the one of `fsdp_runtime`, whose masks are reproducible if ranks are threads. So are
-//! the attention, which keeps no matrix of scores for backward, and layer norm and GELU, which are
-//! faster than Burn's on a CPU.
+//! the attention, which keeps no matrix of scores for backward, and layer norm and linear layers, which
+//! are faster than Burn's on a CPU.
 
 use burn::module::{Initializer, Module};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::tensor::activation::{gelu_approximate, relu};
+use burn::nn::{Embedding, EmbeddingConfig};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{
-    AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig, attention, gelu,
+    AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear, LinearActivation,
+    LinearConfig, attention,
 };
 use fsdp_runtime::prelude::*;
 
@@ -186,7 +186,7 @@ impl BertLayer {
     /// - `padding`: `[batch, length]`
     pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<2, Bool>>) -> Tensor<3> {
         let hidden = self.attention.forward(hidden, padding);
-        let wide = self.activation.forward(self.up.forward(hidden.clone()));
+        let wide = self.up.forward_activated(hidden.clone(), self.activation.into());
         let narrow = self.dropout.forward(self.down.forward(wide));
         self.norm.forward(hidden + narrow)
     }
@@ -202,11 +202,10 @@ impl BertAttention {
     pub fn forward(&self, hidden: Tensor<3>, padding: Option<Tensor<2, Bool>>) -> Tensor<3> {
         let [batch, length, width] = hidden.dims();
         let head_width = width / self.heads;
-        let split = |linear: &Linear| {
-            let projected = linear.forward(hidden.clone());
+        let layers = [&self.query, &self.key, &self.value];
+        let [query, key, value] = Linear::forward_each(layers, hidden.clone()).map(|projected| {
             projected.reshape([batch, length, self.heads, head_width]).swap_dims(1, 2)
-        };
-        let (query, key, value) = (split(&self.query), split(&self.key), split(&self.value));
+        });
         let mut options = AttentionOptions::new().with_dropout(&self.attention_dropout);
         if let Some(padding) = padding {
             options = options.with_padding_mask(padding);
@@ -218,12 +217,12 @@ impl BertAttention {
     }
 }
 
-impl HiddenAct {
-    fn forward<const D: usize>(self, x: Tensor<D>) -> Tensor<D> {
-        match self {
-            Self::Gelu => gelu(x),
-            Self::GeluTanh => gelu_approximate(x),
-            Self::Relu => relu(x),
+impl From<HiddenAct> for LinearActivation {
+    fn from(activation: HiddenAct) -> Self {
+        match activation {
+            HiddenAct::Gelu => Self::Gelu,
+            HiddenAct::GeluTanh => Self::GeluTanh,
+            HiddenAct::Relu => Self::Relu,
         }
     }
 }

@@ -6,12 +6,11 @@
 //! annotations the same code trains the model unsharded.
 
 use burn::module::{Initializer, Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::tensor::activation::gelu_approximate;
+use burn::nn::{Embedding, EmbeddingConfig};
 use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::nn::{
-    AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig,
-    LinearCrossEntropyOptions, attention, gelu, linear_cross_entropy,
+    AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear, LinearActivation,
+    LinearConfig, LinearCrossEntropyOptions, attention, linear_cross_entropy,
 };
 use fsdp_runtime::prelude::*;
 
@@ -104,21 +103,23 @@ impl Block {
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let attended = self.attention.forward(self.attention_norm.forward(x.clone()));
         let x = x + self.dropout.forward(attended);
-        let wide = self.activation(self.up.forward(self.norm.forward(x.clone())));
+        let wide = self.wide(self.norm.forward(x.clone()));
         x + self.dropout.forward(self.down.forward(wide))
     }
 }
 
 impl Block {
-    fn activation(&self, x: Tensor<3>) -> Tensor<3> {
-        if self.tanh_gelu { gelu_approximate(x) } else { gelu(x) }
+    /// Applies the first layer of the feed-forward part, with its activation.
+    fn wide(&self, x: Tensor<3>) -> Tensor<3> {
+        let gelu = if self.tanh_gelu { LinearActivation::GeluTanh } else { LinearActivation::Gelu };
+        self.up.forward_activated(x, gelu)
     }
 
     /// Applies the block to the word pieces after those in the cache, without dropout.
     fn next(&self, x: Tensor<3>, cache: &mut Option<KeyValue>) -> Tensor<3> {
         let attended = self.attention.next(self.attention_norm.forward(x.clone()), Some(cache));
         let x = x + attended;
-        let wide = self.activation(self.up.forward(self.norm.forward(x.clone())));
+        let wide = self.wide(self.norm.forward(x.clone()));
         x + self.down.forward(wide)
     }
 }
@@ -179,13 +180,11 @@ impl Attention {
     /// Applies the attention to the word pieces after those in the cache, and adds them to it.
     fn next(&self, x: Tensor<3>, cache: Option<&mut Option<KeyValue>>) -> Tensor<3> {
         let [rows, length, width] = x.dims();
-        let split = |linear: &Linear| {
-            let projected = linear.forward(x.clone());
+        let layers = [&self.query, &self.key, &self.value];
+        let [query, mut key, mut value] = Linear::forward_each(layers, x).map(|projected| {
             projected.reshape([rows, length, self.heads, width / self.heads]).swap_dims(1, 2)
-        };
+        });
         let causal = AttentionOptions::new().with_causal(true);
-        let (query, mut key, mut value) =
-            (split(&self.query), split(&self.key), split(&self.value));
         if let Some(cache) = cache {
             if let Some((keys, values)) = cache.take() {
                 key = Tensor::cat(vec![keys, key], 2);

@@ -19,6 +19,7 @@ mod kernels {
     mod gelu;
     mod large;
     mod layer_norm;
+    mod linear;
     mod masks;
     mod means;
     mod norms;

@@ -10,6 +10,7 @@ mod config;
 mod exchange;
 mod failures;
 mod language_model;
+mod linear;
 mod lora;
 mod memory_file;
 mod memory_timeline;

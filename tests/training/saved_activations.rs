@@ -1,11 +1,13 @@
-//! The accounting of what attention, the loss of a linear layer and `recompute` save for backward.
+//! The accounting of what linear layers, attention, the loss of a linear layer and `recompute` save for
+//! backward.
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Int, Tensor};
 use fsdp_runtime::nn::{
-    AttentionOptions, LinearCrossEntropyOptions, attention, attention_bytes, gelu,
-    linear_cross_entropy, linear_cross_entropy_bytes, recompute,
+    self, AttentionOptions, LinearActivation, LinearCrossEntropyOptions, attention,
+    attention_bytes, gelu, linear_bytes, linear_cross_entropy, linear_cross_entropy_bytes,
+    recompute,
 };
 use fsdp_runtime::prelude::*;
 
@@ -18,6 +20,8 @@ const WIDTH: usize = 8;
 const CLASSES: usize = 50;
 const FEATURES: usize = HEADS * WIDTH;
 const FLOAT: usize = size_of::<f32>();
+/// The result before the activation.
+const WIDE: usize = BATCH * LENGTH * FEATURES * FLOAT;
 /// Query, key, value, output, and a number for each query.
 const ATTENTION: usize = BATCH * HEADS * LENGTH * (4 * WIDTH + 1) * FLOAT;
 /// The gradients of hidden values and weight.
@@ -28,6 +32,7 @@ const RECOMPUTE: usize = BATCH * LENGTH * FEATURES * FLOAT;
 #[derive(Module, Debug)]
 #[fsdp_unit]
 struct Attend {
+    wide: nn::Linear,
     query: Linear,
     key: Linear,
     value: Linear,
@@ -36,6 +41,7 @@ struct Attend {
 #[fsdp_unit]
 impl Attend {
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let x = self.wide.forward_activated(x, LinearActivation::Gelu);
         let heads = |linear: &Linear| {
             linear.forward(x.clone()).reshape([BATCH, LENGTH, HEADS, WIDTH]).swap_dims(1, 2)
         };
@@ -65,7 +71,8 @@ impl Model {
 fn model(worker: &Worker, options: FsdpOptions) -> Result<Fsdp<Model>, fsdp_runtime::Error> {
     let device = worker.device();
     let linear = || LinearConfig::new(FEATURES, FEATURES).init(device);
-    let attend = Attend { query: linear(), key: linear(), value: linear() };
+    let wide = linear().into();
+    let attend = Attend { wide, query: linear(), key: linear(), value: linear() };
     let head = Param::from_tensor(Tensor::<2>::ones([CLASSES, FEATURES], device) * 0.1);
     fully_shard(Model { attend, head }, worker, options)
 }
@@ -84,11 +91,11 @@ fn what_operations_save_counts_until_their_backward() {
             let now = || model.stats().memory().activations.now;
             assert_eq!(now(), 0);
             let loss = forward(&model, worker);
-            assert_eq!(now(), ATTENTION + LOSS + RECOMPUTE);
+            assert_eq!(now(), WIDE + ATTENTION + LOSS + RECOMPUTE);
             model.backward(loss)?;
             assert_eq!(now(), 0);
             let peak = model.stats().memory().activations.peak;
-            assert!((ATTENTION + LOSS + RECOMPUTE..).contains(&peak), "{peak}");
+            assert!((WIDE + ATTENTION + LOSS + RECOMPUTE..).contains(&peak), "{peak}");
             Ok(())
         });
     }
@@ -98,7 +105,10 @@ fn what_operations_save_counts_until_their_backward() {
 fn the_bytes_for_a_forecast_are_those_that_count() {
     let heads = [BATCH, HEADS, LENGTH, WIDTH];
     assert_eq!(attention_bytes(heads, heads, DType::F32), ATTENTION);
-    let hidden = [BATCH * LENGTH, FEATURES];
+    let (rows, activation) = (BATCH * LENGTH, LinearActivation::Gelu);
+    assert_eq!(linear_bytes(rows, FEATURES, activation, 0, DType::F32), WIDE);
+    assert_eq!(linear_bytes(rows, FEATURES, LinearActivation::Identity, 4, DType::BF16), rows * 8);
+    let hidden = [rows, FEATURES];
     assert_eq!(linear_cross_entropy_bytes(hidden, CLASSES, DType::F32), LOSS);
     let half = attention_bytes(heads, [BATCH, HEADS, 2 * LENGTH, WIDTH], DType::BF16);
     assert_eq!(half, BATCH * HEADS * LENGTH * (6 * WIDTH * 2 + 4));
@@ -120,7 +130,7 @@ fn a_recomputed_unit_counts_what_its_second_run_saves() {
         let memory = model.stats().memory();
         assert_eq!(memory.activations.now, 0);
         // The loss has freed its gradients when the unit is recomputed.
-        assert_eq!(memory.activations.peak, input + (ATTENTION + RECOMPUTE).max(LOSS));
+        assert_eq!(memory.activations.peak, input + (WIDE + ATTENTION + RECOMPUTE).max(LOSS));
         Ok(())
     });
 }

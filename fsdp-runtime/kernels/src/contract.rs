@@ -8,6 +8,7 @@ use burn::tensor::{DType, Shape};
 use super::attention::{AttentionRule, AttentionTensors, composed};
 use super::batched_steps::StepBatch;
 use super::cross_entropy::{self, LossResults, LossRule, LossTensors};
+use super::linear::{self, LinearActivation};
 use super::mask::MaskSource;
 use super::random_rounding::RandomRounding;
 use super::update_rules::{AdamStep, SgdStep};
@@ -83,6 +84,38 @@ pub trait Kernels: Backend {
     /// Returns the gradient of the tensor that [`gelu`](Self::gelu) was applied to, given that of
     /// the result. Both have one shape and dtype.
     fn gelu_backward(tensor: Float<Self>, grad: Float<Self>) -> Float<Self>;
+
+    /// Returns `activation(product + bias)`, where the bias, if there is one, is added to each row. The
+    /// tensors have one dtype of f32, bf16 and f16; the sum is in f32. `product` is a matrix.
+    fn biased(
+        product: Float<Self>,
+        bias: Option<Float<Self>>,
+        activation: LinearActivation,
+    ) -> Float<Self>;
+
+    /// Returns the gradient of `product`, given that of the result of [`biased`](Self::biased).
+    fn biased_backward(
+        product: Float<Self>,
+        bias: Option<Float<Self>>,
+        grad: Float<Self>,
+        activation: LinearActivation,
+    ) -> Float<Self>;
+
+    /// Returns the sums of the columns of a matrix, `[columns]`, in f32 or, for f64, in f64.
+    fn column_sums(matrix: Float<Self>) -> Float<Self> {
+        linear::column_sums::<Self>(matrix)
+    }
+
+    /// Returns `target + a · b`, for matrices of one dtype. In place.
+    fn add_product(target: Float<Self>, factors: [Float<Self>; 2]) -> Float<Self> {
+        linear::add_product::<Self>(target, factors)
+    }
+
+    /// Returns `inputᵀ · grad` in `dtype`, for matrices of one dtype. The product is not rounded to a
+    /// narrower dtype before.
+    fn weight_gradient(input: Float<Self>, grad: Float<Self>, dtype: DType) -> Float<Self> {
+        linear::weight_gradient::<Self>(input, grad, |tensor| cast::<Self>(tensor, dtype))
+    }
 
     /// Normalises each row of the last dimension to mean 0 and variance 1, then multiplies it by
     /// `gamma` and adds `beta`. Means and variances are in f32; `epsilon` is added to the variance.

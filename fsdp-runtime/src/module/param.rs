@@ -14,7 +14,7 @@ use burn::module::{
     Content, Devices, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
     ModuleVisitor, Param, Reparameterization, Reparameterizer,
 };
-use burn::tensor::{Device, DispatchTensor, Tensor};
+use burn::tensor::{DType, Device, DispatchTensor, Tensor};
 
 use super::random::Draw;
 use crate::error::{Error, raise};
@@ -99,6 +99,8 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     fn post_forward(&self, call: CallId) -> Result<(), Error>;
     /// Ends a hooked forward that panicked.
     fn abort_forward(&self, call: CallId);
+    /// Returns the dtype in which the gradient of a parameter is reduced.
+    fn reduce_dtype(&self, index: ParamIndex) -> DType;
     /// Returns the effective value of a parameter, given its base.
     fn materialize(
         self: Arc<Self>,
@@ -128,10 +130,7 @@ impl Reparameterization for Sharded {
     ///
     /// Unwinds with the [`Error`] if a collective fails; `launch` returns that error.
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        let full = match self.runtime.clone().materialize(self.index, base.into_dispatch()) {
-            Ok(value) => Tensor::from_dispatch(value),
-            Err(error) => raise(error),
-        };
+        let full = self.gathered(base);
         match &self.lora {
             Some(lora) => lora.apply(full),
             None => full,
@@ -147,6 +146,14 @@ pub(crate) fn with_autodiff_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>
 }
 
 impl Sharded {
+    /// Returns the full parameter for this rank's shard `base`, without its adapter.
+    fn gathered<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        match self.runtime.clone().materialize(self.index, base.into_dispatch()) {
+            Ok(value) => Tensor::from_dispatch(value),
+            Err(error) => raise(error),
+        }
+    }
+
     pub(crate) fn new(runtime: Arc<dyn Runtime>, index: ParamIndex) -> Self {
         let marker = VisitMarker { runtime: runtime.clone(), index };
         Self { runtime, index, lora: None, marker }
@@ -180,6 +187,48 @@ impl Sharded {
     pub(crate) fn put_on<const D: usize>(self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, base, mapper) = param.consume();
         Param::from_mapped_value(id, base, mapper).apply_reparameterization(AttachSharded(self))
+    }
+}
+
+/// The full value of a matrix, apart from its LoRA adapter.
+pub(crate) struct AdaptedWeight {
+    /// Matrix without the adapter.
+    pub(crate) base: Tensor<2>,
+    pub(crate) adapter: Option<AdapterFactors>,
+    /// Dtype in which the gradients of the matrix and of its factors are reduced; `None` for a parameter
+    /// that is not sharded.
+    pub(crate) reduce_dtype: Option<DType>,
+}
+
+/// The full values of an adapter's factors.
+pub(crate) struct AdapterFactors {
+    /// `[inputs, rank]`
+    pub(crate) a: Tensor<2>,
+    /// `[rank, outputs]`
+    pub(crate) b: Tensor<2>,
+    /// Factor of the product of `a` and `b`.
+    pub(crate) scale: f64,
+}
+
+impl AdaptedWeight {
+    /// Returns the full value of a matrix, sharded or not. A reparameterization other than LoRA is
+    /// applied.
+    pub(crate) fn of(param: &Param<Tensor<2>>) -> Self {
+        let factors = |lora: &LoraAdapter| {
+            let LoraAdapter { a, b, scale } = lora;
+            AdapterFactors { a: a.val(), b: b.val(), scale: *scale }
+        };
+        match (Sharded::of(param), param.adapter()) {
+            (Some(sharded), _) => Self {
+                base: sharded.gathered(param.base()),
+                adapter: sharded.lora.as_ref().map(factors),
+                reduce_dtype: Some(sharded.runtime.reduce_dtype(sharded.index)),
+            },
+            (None, Some(lora)) => {
+                Self { base: param.base(), adapter: Some(factors(lora)), reduce_dtype: None }
+            }
+            (None, None) => Self { base: param.val(), adapter: None, reduce_dtype: None },
+        }
     }
 }
 

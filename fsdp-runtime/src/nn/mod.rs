@@ -6,6 +6,7 @@ mod attention;
 mod dropout;
 mod gelu;
 mod layer_norm;
+mod linear;
 mod linear_cross_entropy;
 mod recompute;
 mod softmax;
@@ -14,6 +15,7 @@ pub use self::attention::{AttentionOptions, attention, attention_bytes};
 pub use self::dropout::{Dropout, DropoutConfig};
 pub use self::gelu::gelu;
 pub use self::layer_norm::{LayerNorm, LayerNormConfig};
+pub use self::linear::{Linear, LinearActivation, LinearConfig, linear, linear_bytes};
 pub use self::linear_cross_entropy::{
     LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy, linear_cross_entropy_bytes,
 };

@@ -33,11 +33,20 @@ pub fn matrix(
     tensor(&numbers, device, dtype).reshape([rows, width])
 }
 
+/// Returns some units in the last place of `dtype`, relative to the number.
+pub fn share(dtype: FloatDType) -> f64 {
+    match dtype {
+        FloatDType::BF16 => 1.0 / 128.0,
+        FloatDType::F16 => 1.0 / 1024.0,
+        _ => 4e-6,
+    }
+}
+
 /// Asserts that the elements of two tensors are equal to some units in the last place of `dtype`,
 /// relative to the largest element.
 #[track_caller]
 pub fn assert_rounded(found: &[f64], expected: &[f64], dtype: FloatDType, what: &str) {
-    assert_rounded_from(1e-3, found, expected, dtype, what);
+    assert_rounded_by(share(dtype), found, expected, what);
 }
 
 /// Asserts like [`assert_rounded`], relative to `least` where all elements are smaller.
@@ -49,13 +58,19 @@ pub fn assert_rounded_from(
     dtype: FloatDType,
     what: &str,
 ) {
+    assert_shares([share(dtype), least], found, expected, what);
+}
+
+/// Asserts that the elements of two tensors are equal to this share of the largest element.
+#[track_caller]
+pub fn assert_rounded_by(share: f64, found: &[f64], expected: &[f64], what: &str) {
+    assert_shares([share, 1e-3], found, expected, what);
+}
+
+#[track_caller]
+fn assert_shares([share, least]: [f64; 2], found: &[f64], expected: &[f64], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     assert!(!found.is_empty(), "{what}");
-    let share = match dtype {
-        FloatDType::BF16 => 1.0 / 128.0,
-        FloatDType::F16 => 1.0 / 1024.0,
-        _ => 4e-6,
-    };
     let largest = expected.iter().fold(least, |largest, x| largest.max(x.abs()));
     for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
         let close = (found - expected).abs() <= share * largest;

@@ -13,7 +13,7 @@ use super::tensors::{contiguous, element, empty};
 
 /// Returns the density of the standard normal distribution, times √2π.
 #[cube]
-fn bell<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+pub(super) fn bell<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     Vector::exp(x * x * Vector::new(-0.5f32))
 }
 
@@ -22,7 +22,7 @@ fn bell<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
 /// The approximation of erf has an error of at most 1.5e-7. Source: Abramowitz and Stegun,
 /// *Handbook of Mathematical Functions*, formula 7.1.26.
 #[cube]
-fn distribution<N: Size>(x: Vector<f32, N>, bell: Vector<f32, N>) -> Vector<f32, N> {
+pub(super) fn distribution<N: Size>(x: Vector<f32, N>, bell: Vector<f32, N>) -> Vector<f32, N> {
     let one = Vector::<f32, N>::new(1.0f32);
     // 0.3275911 / √2
     let t = one / (one + Vector::abs(x) * Vector::new(0.231_641_89f32));

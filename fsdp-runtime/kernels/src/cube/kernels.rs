@@ -11,13 +11,15 @@ use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{
-    copy, decode, dropout, encode, gelu, layer_norm, mean, optim, random_rounding, softmax, sums,
+    copy, decode, dropout, encode, gelu, layer_norm, linear, mean, optim, random_rounding, softmax,
+    sums,
 };
 use crate::StorageType;
 use crate::accesses;
 use crate::attention::{self, AttentionRule, AttentionTensors, composed};
 use crate::batched_steps::StepBatch;
 use crate::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
+use crate::linear::LinearActivation;
 use crate::mask::MaskSource;
 use crate::norm::Norm;
 use crate::random_rounding::RandomRounding;
@@ -97,6 +99,27 @@ impl Kernels for CubeBackend {
 
     fn gelu_backward(tensor: CubeTensor, grad: CubeTensor) -> CubeTensor {
         gelu::backward(tensor, grad)
+    }
+
+    fn biased(
+        product: CubeTensor,
+        bias: Option<CubeTensor>,
+        activation: LinearActivation,
+    ) -> CubeTensor {
+        linear::forward(product, bias, activation)
+    }
+
+    fn biased_backward(
+        product: CubeTensor,
+        bias: Option<CubeTensor>,
+        grad: CubeTensor,
+        activation: LinearActivation,
+    ) -> CubeTensor {
+        linear::backward(product, bias, grad, activation)
+    }
+
+    fn weight_gradient(input: CubeTensor, grad: CubeTensor, dtype: DType) -> CubeTensor {
+        linear::weight_gradient(input, grad, dtype)
     }
 
     fn layer_norm(

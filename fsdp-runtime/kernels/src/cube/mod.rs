@@ -25,6 +25,7 @@ mod kernels;
 mod launch;
 mod layer_norm;
 mod layer_norm_kernels;
+mod linear;
 mod mean;
 mod optim;
 mod philox;

@@ -46,7 +46,7 @@ fn backward_slice<'a>(input: &[f32], grad: &[f32], output: &'a mut Uninit<f32>) 
 /// The approximation of erf has an error of at most 1.5e-7. Source: Abramowitz and Stegun,
 /// *Handbook of Mathematical Functions*, formula 7.1.26.
 #[inline(always)]
-fn normal(x: f32) -> (f32, f32) {
+pub(super) fn normal(x: f32) -> (f32, f32) {
     let bell = exp_of_negative(-0.5 * x * x);
     let t = 1.0 / (1.0 + 0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2 * x.abs());
     let polynomial = -1.453_152 + t * 1.061_405_4;

@@ -13,8 +13,10 @@ use rayon::prelude::*;
 use super::float::{KernelFloat, slice, with_float_type};
 use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
+use super::product::Threads;
 use super::{
-    attention, cross_entropy, decode, dropout, gelu, layer_norm, random_rounding, softmax, sums,
+    attention, cross_entropy, decode, dropout, gelu, layer_norm, linear, product, random_rounding,
+    softmax, sums,
 };
 use crate::StorageType;
 use crate::attention::{AttentionRule, AttentionTensors, composed};
@@ -22,6 +24,7 @@ use crate::batched_steps::StepBatch;
 use crate::codes;
 use crate::contract::{AdamTensors, Kernels, RankMean, Sums};
 use crate::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
+use crate::linear::{self as composed_linear, LinearActivation};
 use crate::mask::MaskSource;
 use crate::norm::Norm;
 use crate::random_rounding::RandomRounding;
@@ -236,6 +239,54 @@ impl Kernels for Flex {
 
     fn gelu_backward(tensor: FlexTensor, grad: FlexTensor) -> FlexTensor {
         gelu::backward(&tensor, &grad)
+    }
+
+    fn biased(
+        product: FlexTensor,
+        bias: Option<FlexTensor>,
+        activation: LinearActivation,
+    ) -> FlexTensor {
+        let bias = bias.map(contiguous);
+        with_float_type!(product.dtype(), |E| match (activation, &bias) {
+            (LinearActivation::Identity, None) => product,
+            (LinearActivation::Identity, Some(bias)) => {
+                let mut product = exclusive(product);
+                linear::add_bias(slice_mut::<E>(&mut product), slice(bias));
+                product
+            }
+            _ => linear::forward::<E>(&contiguous(product), bias.as_ref(), activation),
+        })
+    }
+
+    fn biased_backward(
+        product: FlexTensor,
+        bias: Option<FlexTensor>,
+        grad: FlexTensor,
+        activation: LinearActivation,
+    ) -> FlexTensor {
+        let (product, bias, grad) = (contiguous(product), bias.map(contiguous), contiguous(grad));
+        with_float_type!(grad.dtype(), |E| {
+            linear::backward::<E>(&product, bias.as_ref(), &grad, activation)
+        })
+    }
+
+    fn column_sums(matrix: FlexTensor) -> FlexTensor {
+        let matrix = contiguous(matrix);
+        with_float_type!(matrix.dtype(), |E| linear::column_sums::<E>(&matrix))
+    }
+
+    fn add_product(target: FlexTensor, factors: [FlexTensor; 2]) -> FlexTensor {
+        match target.dtype() {
+            DType::F32 => {
+                let mut target = exclusive(target);
+                let columns = target.shape()[1];
+                let [a, b] = factors.each_ref().map(product::matrix);
+                let elements = slice_mut(&mut target);
+                product::multiply(Threads::Pool, (elements, columns), true, 1.0, [a, b]);
+                target
+            }
+            _ => composed_linear::add_product::<Self>(target, factors),
+        }
     }
 
     fn layer_norm(

@@ -11,6 +11,7 @@ mod gelu;
 mod host_copies;
 mod kernels;
 mod layer_norm;
+mod linear;
 mod loops;
 mod new_tensor;
 mod nf4;

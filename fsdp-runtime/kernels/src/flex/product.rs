@@ -1,5 +1,7 @@
 //! Products of small matrices, on the kernel that Flex itself uses (crate `gemm`).
 
+use burn::backend::flex::FlexTensor;
+
 /// A matrix in memory: element (r, c) is at `r · row_stride + c · column_stride`.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a> {
@@ -31,6 +33,22 @@ impl<'a> Matrix<'a> {
             ..self
         }
     }
+}
+
+/// Returns the matrix of an f32 tensor with two dimensions, of any strides that are not negative.
+///
+/// # Panics
+///
+/// If a stride is negative.
+pub(super) fn matrix(tensor: &FlexTensor) -> Matrix<'_> {
+    let layout = tensor.layout();
+    let stride = |at: usize| usize::try_from(layout.strides()[at]).expect("strides of a matrix");
+    let [rows, columns] = layout.shape().dims();
+    let (row_stride, column_stride) = (stride(0), stride(1));
+    let elements = &tensor.storage::<f32>()[layout.start_offset()..];
+    let last = rows.saturating_sub(1) * row_stride + columns.saturating_sub(1) * column_stride;
+    assert!(rows * columns == 0 || last < elements.len(), "a matrix exceeds its tensor");
+    Matrix { elements, rows, columns, row_stride, column_stride }
 }
 
 /// Checks that a matrix of contiguous rows lies within `len` elements.
@@ -71,7 +89,7 @@ pub(super) fn multiply(
         Threads::One => gemm::Parallelism::None,
         Threads::Pool => gemm::Parallelism::Rayon(0),
     };
-    // SAFETY: `check_len` checked that the target holds the result, and the constructor of `Matrix` that
+    // SAFETY: `check_len` checked that the target holds the result, and the constructors of `Matrix` that
     // its elements hold the matrix; transposing keeps the set of positions. The target is borrowed
     // mutably, so it overlaps neither factor.
     unsafe {

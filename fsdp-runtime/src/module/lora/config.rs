@@ -20,11 +20,11 @@ use crate::module::{FsdpModule, ModulePath, UnitType};
 ///
 /// ```
 /// use burn::module::Module;
-/// use burn::nn::{Linear, LinearConfig};
 /// use burn::tensor::{Device, Tensor};
 /// use fsdp_runtime::prelude::*;
 /// use fsdp_runtime::errors::LoraError;
 /// use fsdp_runtime::lora::LoraConfig;
+/// use fsdp_runtime::nn::{Linear, LinearConfig};
 ///
 /// #[derive(Module, Debug)]
 /// #[fsdp_unit(root)]
@@ -133,8 +133,9 @@ impl LoraConfig {
     /// Attaches adapters to a model that is not sharded yet, and freezes all other parameters but
     /// those of the modules to save.
     ///
-    /// Linear layers are [`burn::nn::Linear`] in fields that sharding knows: not those in a field
-    /// under `#[fsdp(leaf)]`, and not those whose matrix is tied to another module's.
+    /// Linear layers are [`nn::Linear`](crate::nn::Linear) and [`burn::nn::Linear`] in fields that
+    /// sharding knows: not those in a field under `#[fsdp(leaf)]`, and not those whose matrix is tied to
+    /// another module's.
     ///
     /// # Errors
     ///

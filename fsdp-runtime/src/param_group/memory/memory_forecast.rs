@@ -110,8 +110,9 @@ impl MemoryForecast {
         self
     }
 
-    /// Sets the activations on the device, in bytes. [`attention_bytes`](crate::nn::attention_bytes) and
-    /// [`linear_cross_entropy_bytes`](crate::nn::linear_cross_entropy_bytes) return those of two
+    /// Sets the activations on the device, in bytes. [`linear_bytes`](crate::nn::linear_bytes),
+    /// [`attention_bytes`](crate::nn::attention_bytes) and
+    /// [`linear_cross_entropy_bytes`](crate::nn::linear_cross_entropy_bytes) return those of three
     /// operations.
     pub const fn with_activations(mut self, bytes: usize) -> Self {
         self.activations = bytes;

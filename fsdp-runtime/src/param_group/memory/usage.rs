@@ -33,9 +33,11 @@ pub struct Memory {
     /// there.
     pub gradients: Usage,
     /// Inputs of units under activation checkpointing, from forward to backward, and what
-    /// [`attention`](crate::nn::attention), [`linear_cross_entropy`](crate::nn::linear_cross_entropy)
-    /// and [`recompute`](crate::nn::recompute) keep for backward, if they are called in a unit's
-    /// forward. An input of `recompute` counts in full, also if it is a gathered parameter.
+    /// [`nn::Linear`](crate::nn::Linear), [`attention`](crate::nn::attention),
+    /// [`linear_cross_entropy`](crate::nn::linear_cross_entropy) and
+    /// [`recompute`](crate::nn::recompute) keep for backward, if they are called in a unit's forward. The
+    /// input of a linear layer does not count. An input of `recompute` counts in full, also if it is a
+    /// gathered parameter.
     pub activations: Usage,
     /// The optimizer's state, and the copy in f32 of a parameter that is stored in bf16, while it is
     /// stepped.

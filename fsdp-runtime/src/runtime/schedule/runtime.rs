@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use burn::tensor::DispatchTensor;
+use burn::tensor::{DType, DispatchTensor};
 
 use super::core::Schedule;
 use super::unit_state::LocalShard;
@@ -83,6 +83,10 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
 
     fn abort_forward(&self, id: CallId) {
         self.abort_forward(id);
+    }
+
+    fn reduce_dtype(&self, index: ParamIndex) -> DType {
+        self.param(index).1.reduce_dtype
     }
 
     fn materialize(

@@ -21,7 +21,8 @@ use crate::cube::decode::decode_into;
 use crate::ignore_poison::IgnorePoison;
 use crate::norm::Norm;
 use crate::{
-    AdamStep, AdamTensors, AttentionRule, Kernels, MaskSource, RandomRounding, RankMean, SgdStep,
+    AdamStep, AdamTensors, AttentionRule, Kernels, LinearActivation, MaskSource, RandomRounding,
+    RankMean, SgdStep,
 };
 
 /// Number of elements of a tensor: enough for the largest cubes of threads, and no multiple of a
@@ -56,6 +57,7 @@ impl Gpu {
             self.masks(from);
             self.gelus(from);
             self.layer_norms(from);
+            self.linears(from);
             self.softmaxes(from);
             self.attentions(from);
             self.fills(from);
@@ -242,6 +244,26 @@ impl Gpu {
                 self.launch(kernel, &[other], || {
                     CubeBackend::layer_norm_backward(matrix(5), param(), matrix(5), 1e-5)
                 });
+            }
+        });
+    }
+
+    fn linears(&self, dtype: DType) {
+        use LinearActivation::{Gelu, GeluTanh, Identity, Relu, Silu};
+        self.rows(dtype, |matrix, len| {
+            let bias = burn_cubecl::ops::reshape(matrix(1), Shape::from([len]));
+            self.launch("biased_kernel", &[], || {
+                CubeBackend::biased(matrix(5), Some(bias.clone()), Identity)
+            });
+            for activation in [Gelu, GeluTanh, Relu, Silu] {
+                for bias in [None, Some(bias.clone())] {
+                    self.launch("biased_kernel", &[], || {
+                        CubeBackend::biased(matrix(5), bias.clone(), activation)
+                    });
+                    self.launch("biased_backward_kernel", &[], || {
+                        CubeBackend::biased_backward(matrix(5), bias, matrix(5), activation)
+                    });
+                }
             }
         });
     }

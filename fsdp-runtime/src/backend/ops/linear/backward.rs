@@ -1,0 +1,145 @@
+//! The backward pass.
+
+use burn::backend::TensorMetadata;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops};
+use burn::tensor::{DType, Shape};
+use burn_std::Scalar;
+use fsdp_kernels::{Float, Kernels, LinearActivation};
+
+use super::forward::{add_product, in_shape, rows};
+use super::shared_input::GradientSum;
+use super::{Params, Rule, gradient_dtype};
+use crate::backend::model_backend::{ModelBackend, cast_model};
+use crate::backend::ops::arguments::register_gradients;
+use crate::backend::ops::saved::Saved;
+
+/// Tensors that the gradients depend on.
+///
+/// The parameters are the tensors of the forward. Where they are views of a gather buffer, backward reads
+/// the values that the buffer holds at that time.
+#[derive(Clone, Debug)]
+pub(super) struct State<B: ModelBackend> {
+    /// Rows of the input, if a gradient depends on them.
+    pub(super) input: Option<Float<B>>,
+    pub(super) params: Params<Float<B>>,
+    /// The products before bias and activation, if the activation is not the identity.
+    pub(super) product: Option<Float<B>>,
+    /// The product of the input and the first factor of the adapter, times the adapter's scale.
+    pub(super) low: Option<Float<B>>,
+    /// Shape of the input.
+    pub(super) shape: Shape,
+    /// Whether each tensor of the list of the [`Rule`] is tracked.
+    pub(super) needed: Vec<bool>,
+    pub(super) rule: Rule,
+    /// Sum that the gradient of the input is added to, in place of the graph's own.
+    pub(super) shared: Option<GradientSum<B>>,
+    pub(super) saved: Saved,
+}
+
+/// Backward of a linear layer. The parents are the tensors of the list of the [`Rule`].
+#[derive(Debug)]
+pub(super) struct Linear;
+
+impl<B: ModelBackend, const N: usize> Backward<B, N> for Linear {
+    type State = State<B>;
+
+    fn backward(self, ops: Ops<State<B>, N>, grads: &mut Gradients, _: &mut Checkpointer) {
+        register_gradients::<B, _, _, N>(ops, grads, gradients::<B>);
+    }
+}
+
+/// Returns the gradients of the tensors of the list, given that of the output. Nothing is lowered.
+fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Float<B>>> {
+    let State { input, params, product, low, shape, needed, rule, shared, saved: _saved } = state;
+    let grad = before_activation::<B>(rows::<B>(grad), product, params.bias.clone(), rule);
+    let dtype = gradient_dtype::<B>(&grad, &rule);
+    let mut results = vec![None; needed.len()];
+    // The gradient of `low`, times the adapter's scale.
+    let of_low = params.low_rank.as_ref().map(|([_, b], scale)| {
+        let product = B::float_matmul(grad.clone(), B::float_transpose(b.clone()));
+        B::float_mul_scalar(product, Scalar::from(*scale))
+    });
+    if let Some(bias) = rule.has_bias.then(|| needed.len() - 1).filter(|&at| needed[at]) {
+        results[bias] = Some(column_sums::<B>(grad.clone(), dtype));
+    }
+    if let (Some(input), true) = (&input, needed[1]) {
+        results[1] = Some(weight_gradient::<B>(input.clone(), grad.clone(), dtype));
+    }
+    if let (Some(input), Some(of_low), Some(low)) = (&input, &of_low, low) {
+        let (of_a, of_b) = (needed[2], needed[3]);
+        results[2] = of_a.then(|| weight_gradient::<B>(input.clone(), of_low.clone(), dtype));
+        results[3] = of_b.then(|| weight_gradient::<B>(low, grad.clone(), dtype));
+    }
+    drop(input);
+    if needed[0] {
+        let mut factors = vec![[grad, B::float_transpose(params.weight)]];
+        if let (Some(of_low), Some(([a, _], _))) = (of_low, params.low_rank) {
+            factors.push([of_low, B::float_transpose(a)]);
+        }
+        results[0] = match shared {
+            Some(sum) => sum.add(factors),
+            None => Some(in_shape::<B>(sum_of_products::<B>(None, factors), shape)),
+        };
+    }
+    results
+}
+
+/// Returns a sum plus products of matrices, or the sum of the products. There is a product.
+pub(super) fn sum_of_products<B: ModelBackend>(
+    sum: Option<Float<B>>,
+    factors: Vec<[Float<B>; 2]>,
+) -> Float<B> {
+    let sum = factors.into_iter().fold(sum, |sum, [a, b]| {
+        Some(match sum {
+            None => B::float_matmul(a, b),
+            Some(sum) => add_product::<B>(sum, [a, b]),
+        })
+    });
+    sum.expect("at least one product")
+}
+
+/// Returns the gradient of the result before the activation.
+fn before_activation<B: ModelBackend>(
+    grad: Float<B>,
+    product: Option<Float<B>>,
+    bias: Option<Float<B>>,
+    rule: Rule,
+) -> Float<B> {
+    let Rule { activation, .. } = rule;
+    let Some(product) = product.filter(|_| activation != LinearActivation::Identity) else {
+        return grad;
+    };
+    let output = (grad.shape(), grad.dtype());
+    let tensors = [product, grad].into_iter().chain(bias).collect();
+    let mut outputs = B::defer(tensors, vec![output], move |buffers| {
+        let mut buffers = buffers.into_iter();
+        let mut next = || buffers.next().expect("product and gradient");
+        let (product, grad) = (next(), next());
+        vec![B::Raw::biased_backward(product, buffers.next(), grad, activation)]
+    });
+    outputs.pop().expect("`defer` returns one tensor for each output")
+}
+
+/// Returns `inputᵀ · grad` in `dtype`.
+fn weight_gradient<B: ModelBackend>(input: Float<B>, grad: Float<B>, dtype: DType) -> Float<B> {
+    if grad.dtype() == dtype {
+        return B::float_matmul(B::float_transpose(input), grad);
+    }
+    let output = (Shape::from([input.shape()[1], grad.shape()[1]]), dtype);
+    let mut outputs = B::defer(vec![input, grad], vec![output], move |buffers| {
+        let [input, grad] = <[_; 2]>::try_from(buffers).expect("two matrices");
+        vec![B::Raw::weight_gradient(input, grad, dtype)]
+    });
+    outputs.pop().expect("`defer` returns one tensor for each output")
+}
+
+/// Returns the sums of the columns in `dtype`.
+fn column_sums<B: ModelBackend>(grad: Float<B>, dtype: DType) -> Float<B> {
+    let output = (Shape::from([grad.shape()[1]]), DType::F32);
+    let mut sums = B::defer(vec![grad], vec![output], |buffers| {
+        buffers.into_iter().map(B::Raw::column_sums).collect()
+    });
+    cast_model::<B>(sums.pop().expect("`defer` returns one tensor for each output"), dtype)
+}

@@ -1,0 +1,277 @@
+//! Linear layers with bias, activation and LoRA adapter in one operation.
+
+use burn::config::Config;
+use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param};
+use burn::nn::LinearLayout;
+use burn::tensor::{DType, Device, Tensor, activation};
+
+use crate::backend::ops::{LinearParams, LowRank, SharedInput, linear_tracked};
+use crate::module::{AdaptedWeight, FsdpModule, Node, ParamMapper, ParamVisitor};
+
+pub use fsdp_kernels::LinearActivation;
+
+/// Configuration of a [`Linear`] layer. Its fields and defaults are those of `burn::nn::LinearConfig`.
+#[derive(Config, Debug)]
+pub struct LinearConfig {
+    /// Size of the last dimension of inputs.
+    pub d_input: usize,
+    /// Size of the last dimension of outputs.
+    pub d_output: usize,
+    /// Whether the layer has a bias. Default: true.
+    #[config(default = true)]
+    pub bias: bool,
+    /// Initialisation of both parameters. Default: uniform within `±1 / √d_input`, as in PyTorch.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/f64::sqrt(3.0), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// Layout of the weight in records. Default: `Row`, `[d_input, d_output]`.
+    #[config(default = "LinearLayout::Row")]
+    pub layout: LinearLayout,
+}
+
+impl LinearConfig {
+    /// Initialises the layer.
+    pub fn init(&self, device: &Device) -> Linear {
+        let config = burn::nn::LinearConfig::new(self.d_input, self.d_output)
+            .with_bias(self.bias)
+            .with_initializer(self.initializer.clone())
+            .with_layout(self.layout);
+        config.init(device).into()
+    }
+}
+
+/// Applies a linear layer, `x · weight + bias`.
+///
+/// The layer replaces `burn::nn::Linear`: records, checkpoint keys and initialisation are the same, and
+/// results but for rounding. It differs in three ways:
+///
+/// - [`forward_activated`](Self::forward_activated) applies bias and activation in one pass.
+/// - A LoRA adapter is not added to the weight: the layer computes `x · weight + scale · (x · a) · b`, and
+///   keeps `x` and `x · a` for backward. Nothing of the weight's size is kept or computed for a frozen
+///   weight. See [the page on LoRA](crate::guide::lora).
+/// - In a sharded model the gradients of the parameters are computed in the dtype in which they are
+///   reduced. So an f32 reduction of a bf16 model does not round them to bf16 before.
+///
+/// Kernels take f32, bf16 and f16 on Flex and on CubeCL devices. For other dtypes and devices, for
+/// inputs without elements, and if input and parameters differ in dtype, the layer is made of Burn's
+/// operations.
+///
+/// # Example
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use fsdp_runtime::nn::{Linear, LinearActivation, LinearConfig};
+///
+/// # fn main() {
+/// # #[cfg(feature = "flex")] {
+/// let device = Device::flex();
+/// let x = Tensor::<3>::ones([2, 5, 8], &device);
+/// let up: Linear = LinearConfig::new(8, 32).init(&device);
+/// let hidden = up.forward_activated(x.clone(), LinearActivation::Gelu);
+/// assert_eq!(hidden.dims(), [2, 5, 32]);
+///
+/// // Query, key and value of one input.
+/// let layers = [8, 4, 4].map(|outputs| LinearConfig::new(8, outputs).init(&device));
+/// let [query, key, value] = Linear::forward_each(layers.each_ref(), x);
+/// assert_eq!((query.dims(), key.dims(), value.dims()), ([2, 5, 8], [2, 5, 4], [2, 5, 4]));
+/// # }
+/// # }
+/// ```
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct Linear {
+    /// Weight, `[d_input, d_output]`.
+    pub weight: Param<Tensor<2>>,
+    /// Bias, `[d_output]`.
+    pub bias: Option<Param<Tensor<1>>>,
+}
+
+impl Linear {
+    /// Applies the layer.
+    ///
+    /// # Shapes
+    ///
+    /// - input: `[.., d_input]`
+    /// - output: `[.., d_output]`
+    ///
+    /// # Panics
+    ///
+    /// If the last dimension of the input is not `d_input`.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        self.forward_activated(input, LinearActivation::Identity)
+    }
+
+    /// Applies the layer, and an activation to its result. Shapes and panics are those of
+    /// [`forward`](Self::forward).
+    pub fn forward_activated<const D: usize>(
+        &self,
+        input: Tensor<D>,
+        activation: LinearActivation,
+    ) -> Tensor<D> {
+        apply(input, self.params(), activation, None)
+    }
+
+    /// Applies several layers to one input, such as those of query, key and value. The results are in
+    /// the order of the layers. The gradient of the input is added up in one tensor. Shapes and panics
+    /// are those of [`forward`](Self::forward).
+    pub fn forward_each<const D: usize, const N: usize>(
+        layers: [&Self; N],
+        input: Tensor<D>,
+    ) -> [Tensor<D>; N] {
+        let params = layers.map(Self::params);
+        let Some((common, sum)) = SharedInput::new(&input) else {
+            return params.map(|params| apply(input.clone(), params, Default::default(), None));
+        };
+        params.map(|params| {
+            check_input(&common, &params.weight);
+            linear_tracked(&common, &params, Default::default(), Some(&sum))
+                .unwrap_or_else(|| composed(input.clone(), params, Default::default()))
+        })
+    }
+
+    /// Returns the full parameters.
+    fn params(&self) -> LinearParams {
+        let AdaptedWeight { base, adapter, reduce_dtype } = AdaptedWeight::of(&self.weight);
+        let low_rank =
+            adapter.map(|factors| LowRank { a: factors.a, b: factors.b, scale: factors.scale });
+        LinearParams {
+            weight: base,
+            bias: self.bias.as_ref().map(Param::val),
+            low_rank,
+            gradient_dtype: reduce_dtype,
+        }
+    }
+}
+
+/// Applies a linear layer, `activation(x · weight + bias)`, as one operation: [`Linear`] for parameters
+/// that are tensors. Gradients have the dtype of the parameters.
+///
+/// # Shapes
+///
+/// - input: `[.., d_input]`
+/// - weight: `[d_input, d_output]`
+/// - bias: `[d_output]`
+/// - output: `[.., d_output]`
+///
+/// # Panics
+///
+/// If the shapes do not fit one another.
+pub fn linear<const D: usize>(
+    input: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+    activation: LinearActivation,
+) -> Tensor<D> {
+    if let Some(bias) = &bias {
+        let [_, outputs] = weight.dims();
+        assert_eq!(bias.dims(), [outputs], "the bias must have an element for each output");
+    }
+    let params = LinearParams { weight, bias, low_rank: None, gradient_dtype: None };
+    apply(input, params, activation, None)
+}
+
+/// Returns the bytes that a linear layer keeps for backward beside its input: the result before the
+/// activation, if that is not the identity, and `[rows, adapter_rank]` elements for a LoRA adapter. An
+/// `adapter_rank` of 0 stands for a layer without one. For
+/// [`MemoryForecast::with_activations`](crate::memory::MemoryForecast::with_activations).
+pub fn linear_bytes(
+    rows: usize,
+    outputs: usize,
+    activation: LinearActivation,
+    adapter_rank: usize,
+    dtype: DType,
+) -> usize {
+    let columns = if activation == LinearActivation::Identity { 0 } else { outputs };
+    rows * (columns + adapter_rank) * dtype.size()
+}
+
+/// Applies the layer by a kernel, or by Burn's operations where there is none.
+fn apply<const D: usize>(
+    input: Tensor<D>,
+    params: LinearParams,
+    activation: LinearActivation,
+    shared: Option<&SharedInput>,
+) -> Tensor<D> {
+    check_input(&input, &params.weight);
+    linear_tracked(&input, &params, activation, shared)
+        .unwrap_or_else(|| composed(input, params, activation))
+}
+
+fn check_input<const D: usize>(input: &Tensor<D>, weight: &Tensor<2>) {
+    let ([d_input, _], last) = (weight.dims(), input.dims()[D - 1]);
+    assert_eq!(last, d_input, "the last dimension of the input must be `d_input`");
+}
+
+/// Applies the layer by Burn's operations, with the adapter added to the weight, as Burn's layer does.
+fn composed<const D: usize>(
+    input: Tensor<D>,
+    params: LinearParams,
+    activation: LinearActivation,
+) -> Tensor<D> {
+    let LinearParams { weight, bias, low_rank, .. } = params;
+    let weight = match low_rank {
+        Some(LowRank { a, b, scale }) => {
+            let addition = a.matmul(b).mul_scalar(scale);
+            let is_dense = weight.dtype().is_float();
+            let weight = if is_dense { weight.cast(addition.dtype()) } else { weight };
+            weight + addition
+        }
+        None => weight,
+    };
+    let output = burn::tensor::module::linear(input, weight, bias);
+    match activation {
+        LinearActivation::Identity => output,
+        LinearActivation::Gelu => super::gelu(output),
+        LinearActivation::GeluTanh => activation::gelu_approximate(output),
+        LinearActivation::Relu => activation::relu(output),
+        LinearActivation::Silu => activation::silu(output),
+        other => unreachable!("no form of Burn's operations for {other:?}"),
+    }
+}
+
+impl From<burn::nn::Linear> for Linear {
+    fn from(layer: burn::nn::Linear) -> Self {
+        Self { weight: layer.weight, bias: layer.bias }
+    }
+}
+
+impl From<Linear> for burn::nn::Linear {
+    fn from(layer: Linear) -> Self {
+        Self { weight: layer.weight, bias: layer.bias }
+    }
+}
+
+impl ModuleDisplay for Linear {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        let [d_input, d_output] = self.weight.shape().dims();
+        content
+            .add("d_input", &d_input)
+            .add("d_output", &d_output)
+            .add("bias", &self.bias.is_some())
+            .optional()
+    }
+}
+
+/// The layout is that of Burn's layer, so that checkpoints of one load into the other, and adapters find
+/// it.
+impl FsdpModule for Linear {
+    const LAYOUT: Node = <burn::nn::Linear as FsdpModule>::LAYOUT;
+
+    fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
+        if let [weight, bias] = Self::LAYOUT.children {
+            self.weight.visit_field(weight, visitor);
+            self.bias.visit_field(bias, visitor);
+        }
+    }
+
+    fn map_params<P: ParamMapper>(mut self, mapper: &mut P) -> Self {
+        if let [weight, bias] = Self::LAYOUT.children {
+            self.weight = self.weight.map_field(weight, mapper);
+            self.bias = self.bias.map_field(bias, mapper);
+        }
+        self
+    }
+}
