@@ -27,7 +27,7 @@ pub enum LinearActivation {
 /// Factor of x³ in the tanh approximation of the GELU.
 pub(crate) const GELU_CUBE: f32 = 0.044_715;
 /// √(8/π). The tanh approximation is `x · σ(√(8/π) · (x + 0.044715 x³))`, where σ is the logistic function.
-pub(crate) const GELU_SLOPE: f32 = 1.595_769_1;
+pub(crate) const GELU_SLOPE: f32 = 1.595_769;
 
 /// Adds `a · b` to a matrix.
 pub(crate) fn add_product<B: Backend>(target: Float<B>, [a, b]: [Float<B>; 2]) -> Float<B> {
