@@ -6,7 +6,7 @@
 mod allocator;
 
 use allocator::Counting;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 use fsdp_runtime::nn::{AttentionOptions, DropoutConfig, attention};
 
 #[global_allocator]
@@ -21,30 +21,63 @@ const fn bytes(length: usize) -> usize {
     HEADS * length * WIDTH * size_of::<f32>()
 }
 
-/// Returns the peak of one forward and backward, beyond the query, the key and the value.
-fn peak(length: usize, options: AttentionOptions) -> usize {
-    let device = Device::flex().autodiff();
-    let heads = || Tensor::<4>::ones([1, HEADS, length, WIDTH], &device).require_grad();
-    let [query, key, value] = [heads(), heads(), heads()];
-    let before = ALLOCATOR.reset_peak();
-    let output = attention(query.clone(), key.clone(), value.clone(), options);
-    let gradients = output.sum().backward();
-    assert!(query.grad(&gradients).is_some());
-    ALLOCATOR.peak() - before
+/// What is measured beside the length.
+#[derive(Clone)]
+struct Variant {
+    options: AttentionOptions,
+    key_heads: usize,
+    dtype: DType,
+    /// Number of documents of a row.
+    documents: usize,
+}
+
+impl Variant {
+    /// Returns the peak of one forward and backward, beyond the query, the key and the value.
+    fn peak(&self, length: usize) -> usize {
+        let device = Device::flex().autodiff();
+        let tensor = |heads| {
+            Tensor::<4>::ones([1, heads, length, WIDTH], (&device, self.dtype)).require_grad()
+        };
+        let [query, key, value] = [tensor(HEADS), tensor(self.key_heads), tensor(self.key_heads)];
+        let mut options = self.options.clone();
+        if self.documents > 1 {
+            let positions = Tensor::<1, Int>::arange(0..length as i64, &device);
+            let numbers = positions.div_scalar((length / self.documents) as i64).unsqueeze();
+            options = options.with_segments(numbers);
+        }
+        let before = ALLOCATOR.reset_peak();
+        let output = attention(query.clone(), key.clone(), value.clone(), options);
+        let gradients = output.sum().backward();
+        assert!(query.grad(&gradients).is_some());
+        ALLOCATOR.peak() - before
+    }
 }
 
 #[test]
 fn memory_grows_linearly_with_the_length() {
     let dropout = DropoutConfig::new(0.1).init();
-    let variants =
-        [AttentionOptions::new(), AttentionOptions::new().with_causal(true).with_dropout(&dropout)];
-    for options in variants {
+    let causal = AttentionOptions::new().with_causal(true);
+    let plain = Variant {
+        options: AttentionOptions::new(),
+        key_heads: HEADS,
+        dtype: DType::F32,
+        documents: 1,
+    };
+    let variants = [
+        plain.clone(),
+        Variant { options: causal.clone().with_dropout(&dropout), ..plain.clone() },
+        Variant { options: causal.clone().with_window(300), key_heads: 1, ..plain.clone() },
+        Variant { options: causal.clone(), key_heads: 1, documents: 8, ..plain.clone() },
+        Variant { options: causal, dtype: DType::BF16, documents: 8, ..plain },
+    ];
+    for variant in variants {
         // Starts the threads, which allocate once.
-        peak(512, options.clone());
+        variant.peak(512);
         let peaks = [512, 1024, 2048, 4096, 8192].map(|length| {
-            let peak = peak(length, options.clone());
+            let peak = variant.peak(length);
             // The output, its gradient twice, and the gradients of query, key and value; and tiles of
-            // each thread.
+            // each thread. In bf16 these have half of the bytes, and the sums of a head of the key have
+            // four bytes an element.
             let bound = 7 * bytes(length) + (8 << 20);
             assert!(peak <= bound, "{peak} bytes at length {length}, above {bound}");
             peak

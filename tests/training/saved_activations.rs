@@ -112,6 +112,9 @@ fn the_bytes_for_a_forecast_are_those_that_count() {
     assert_eq!(linear_cross_entropy_bytes(hidden, CLASSES, DType::F32), LOSS);
     let half = attention_bytes(heads, [BATCH, HEADS, 2 * LENGTH, WIDTH], DType::BF16);
     assert_eq!(half, BATCH * HEADS * LENGTH * (6 * WIDTH * 2 + 4));
+    // Three heads of the query share one of the key.
+    let grouped = attention_bytes([BATCH, 3 * HEADS, LENGTH, WIDTH], heads, DType::F32);
+    assert_eq!(grouped, BATCH * HEADS * LENGTH * ((3 + 1) * 2 * WIDTH + 3) * FLOAT);
 }
 
 /// A recomputed unit saves its input in forward, and its operations save theirs in the recomputation.

@@ -4,17 +4,18 @@
 //!     cargo bench --bench attention -- [--lengths 512,1024,2048] [--python PYTHON]
 //!     cargo bench --bench attention --features cuda -- --device cuda --dtype bf16 --batch 4 --json
 //!
-//! Heads 12, width 64, batch 1, f32, with and without `causal`. With `--python`, an interpreter that has
+//! Heads 12, width 64, batch 1, f32: without a mask, with `causal`, and with `causal` over rows that hold eight
+//! documents of equal length. `nn::attention` alone has packed rows. With `--python`, an interpreter that has
 //! PyTorch, `torch_attention.py` runs as a process of its own and takes turns with the others, on as
-//! many threads. Times are medians over all rounds, in milliseconds. `--json` prints only those of
-//! `nn::attention`, in seconds, as one object for each shape.
+//! many threads. Times are medians over all rounds, in milliseconds, and ratios those of the medians. `--json`
+//! prints only the times of `nn::attention` without packed rows, in seconds, as one object for each shape.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Instant;
 
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Device, Distribution, FloatDType, Tensor};
+use burn::tensor::{Device, Distribution, FloatDType, Int, Tensor};
 use clap::{Parser, ValueEnum};
 use fsdp_runtime::nn::{AttentionOptions, attention};
 
@@ -33,6 +34,9 @@ struct Cli {
     /// Threads of each variant.
     #[arg(long, default_value_t = 2)]
     threads: usize,
+    /// Documents of a packed row, which divide the lengths.
+    #[arg(long, default_value_t = 8)]
+    documents: usize,
     /// Longest length that is also measured with Burn's operations.
     #[arg(long, default_value_t = 2048)]
     longest_composed: usize,
@@ -109,75 +113,116 @@ pub fn main() {
     let mut torch = cli.python.as_ref().map(|python| Torch::start(python, cli.threads));
     for &length in &cli.lengths {
         let shape = Shape { device: device.clone().autodiff(), dtype, batch: cli.batch, length };
-        for causal in [false, true] {
-            if cli.json {
-                measure_alone(&cli, &shape, causal);
-            } else {
-                measure(&cli, torch.as_mut(), &shape, causal);
+        if cli.json {
+            for mask in [Mask::None, Mask::Causal] {
+                measure_alone(&cli, &shape, mask);
             }
+        } else {
+            measure(&cli, torch.as_mut(), &shape);
+        }
+    }
+}
+
+/// Which keys a query sees.
+#[derive(Clone, Copy, PartialEq)]
+enum Mask {
+    None,
+    Causal,
+    /// Causal, in rows of as many documents.
+    Packed(usize),
+}
+
+impl Mask {
+    fn options(self, shape: &Shape) -> AttentionOptions {
+        let options = AttentionOptions::new().with_causal(self != Self::None);
+        let Self::Packed(documents) = self else { return options };
+        let positions = Tensor::<1, Int>::arange(0..shape.length as i64, &shape.device);
+        let numbers = positions.div_scalar((shape.length / documents) as i64);
+        options.with_segments(numbers.unsqueeze().repeat_dim(0, shape.batch))
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::None => String::new(),
+            Self::Causal => ", causal".into(),
+            Self::Packed(documents) => format!(", causal, {documents} documents"),
         }
     }
 }
 
 /// Prints the medians of `nn::attention` as JSON.
-fn measure_alone(cli: &Cli, shape: &Shape, causal: bool) {
+fn measure_alone(cli: &Cli, shape: &Shape, mask: Mask) {
     let mut times = Vec::new();
     for round in 0..WARM_UP + cli.rounds {
-        let one = run(shape, |tensors| ours(tensors, causal));
+        let one = run(shape, ours(shape, mask));
         if round >= WARM_UP {
             times.push(one);
         }
     }
     let [forward, backward] = [0, 1].map(|at| median(&times, |times| times[at]));
     let both = median(&times, |[forward, backward]| forward + backward);
+    let causal = mask == Mask::Causal;
     println!(
         r#"{{"length": {}, "causal": {causal}, "forward": {forward:e}, "backward": {backward:e}, "both": {both:e}}}"#,
         shape.length
     );
 }
 
-fn ours([query, key, value]: [Tensor<4>; 3], causal: bool) -> Tensor<4> {
-    attention(query, key, value, AttentionOptions::new().with_causal(causal))
+fn ours(shape: &Shape, mask: Mask) -> impl Fn([Tensor<4>; 3]) -> Tensor<4> {
+    let options = mask.options(shape);
+    move |[query, key, value]| attention(query, key, value, options.clone())
 }
 
-/// Prints the medians of all variants of one shape.
-fn measure(cli: &Cli, mut torch: Option<&mut Torch>, shape: &Shape, causal: bool) {
+fn burns(mask: Mask) -> impl Fn([Tensor<4>; 3]) -> Tensor<4> {
+    let is_causal = mask == Mask::Causal;
+    let options = AttentionModuleOptions { is_causal, ..Default::default() };
+    move |[query, key, value]| {
+        burn::tensor::module::attention(query, key, value, None, None, options)
+    }
+}
+
+/// Prints the medians of all variants of one shape. All masks take turns.
+fn measure(cli: &Cli, mut torch: Option<&mut Torch>, shape: &Shape) {
     let length = shape.length;
-    let (mut own, mut burns, mut torchs) = (Vec::new(), Vec::new(), Vec::new());
+    let masks = [Mask::None, Mask::Causal, Mask::Packed(cli.documents)];
+    let mut times: [[Vec<Times>; 3]; 3] = Default::default();
     for round in 0..WARM_UP + cli.rounds {
         let keep = |all: &mut Vec<Times>, times| {
             if round >= WARM_UP {
                 all.push(times);
             }
         };
-        keep(&mut own, run(shape, |tensors| ours(tensors, causal)));
-        if length <= cli.longest_composed {
-            let options = AttentionModuleOptions { is_causal: causal, ..Default::default() };
-            keep(
-                &mut burns,
-                run(shape, |[query, key, value]| {
-                    burn::tensor::module::attention(query, key, value, None, None, options)
-                }),
-            );
-        }
-        if let Some(torch) = &mut torch {
-            keep(&mut torchs, torch.run(length, causal));
+        for (mask, [own, of_burn, of_torch]) in masks.into_iter().zip(&mut times) {
+            keep(own, run(shape, ours(shape, mask)));
+            if matches!(mask, Mask::Packed(_)) {
+                continue;
+            }
+            if length <= cli.longest_composed {
+                keep(of_burn, run(shape, burns(mask)));
+            }
+            if let Some(torch) = &mut torch {
+                keep(of_torch, torch.run(length, mask == Mask::Causal));
+            }
         }
     }
-    println!("length {length}{}", if causal { ", causal" } else { "" });
-    let total = median(&own, |[forward, backward]| forward + backward);
-    for (name, times) in [("nn::attention", own), ("Burn's operations", burns), ("PyTorch", torchs)]
-    {
-        if times.is_empty() {
-            continue;
+    let total = |times: &[Times]| median(times, |[forward, backward]| forward + backward);
+    let unmasked = total(&times[0][0]);
+    for (mask, times) in masks.into_iter().zip(&times) {
+        let own = total(&times[0]);
+        let share = own / unmasked;
+        println!("length {length}{}: {share:.2} of the time without a mask", mask.name());
+        for (name, times) in ["nn::attention", "Burn's operations", "PyTorch"].iter().zip(times) {
+            if times.is_empty() {
+                continue;
+            }
+            let [forward, backward] = [0, 1].map(|at| median(times, |times| times[at]) * 1e3);
+            let both = total(times);
+            println!(
+                "  {name:20} forward {forward:8.1}  backward {backward:8.1}  both {:8.1} ms  ours / this {:.2}",
+                both * 1e3,
+                own / both
+            );
         }
-        let [forward, backward] = [0, 1].map(|at| median(&times, |times| times[at]) * 1e3);
-        let both = median(&times, |[forward, backward]| forward + backward);
-        println!(
-            "  {name:20} forward {forward:8.1}  backward {backward:8.1}  both {:8.1} ms  ours / this {:.2}",
-            both * 1e3,
-            total / both
-        );
     }
 }
 

@@ -148,10 +148,11 @@ pub trait Kernels: Backend {
 
     /// Returns the attention `softmax(scale · query · keyᵀ + bias) · value`, and for each query the
     /// logarithm of the sum of the exponentials of its scores, `[batch, heads, queries, 1]`, in f32 or in
-    /// f64. The output of a query whose keys are all hidden is 0.
+    /// f64. The rule and a bias of negative infinity hide keys. The output of a query whose keys are all
+    /// hidden is 0.
     ///
-    /// No dimension is 0. The tensors have one floating-point dtype. Memory beyond the results is
-    /// linear in the number of queries and in that of keys.
+    /// No dimension is 0. The key heads divide the heads. The tensors have one floating-point dtype. Memory
+    /// beyond the results is linear in the number of queries and in that of keys.
     fn tiled_attention(
         tensors: &AttentionTensors<Float<Self>>,
         rule: &AttentionRule,

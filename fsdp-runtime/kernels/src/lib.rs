@@ -39,7 +39,7 @@ mod tensor;
 mod update_rules;
 
 pub use self::adam_rule::{AdamRule, Decay};
-pub use self::attention::{AttentionRule, AttentionTensors};
+pub use self::attention::{AttentionRule, AttentionTensors, Segments, SplitSegment};
 pub use self::contract::{AdamTensors, Kernels, RankMean, Sums, cast, takes};
 pub use self::cross_entropy::{LossResults, LossRule, LossTensors};
 pub use self::hash::mix;

@@ -1,11 +1,12 @@
-//! Attention in blocks of queries. The scores of a block of queries with all of their keys exist at once.
+//! Attention in blocks of queries. The scores of a block of queries with the keys that some of them see exist
+//! at once.
 
 use std::ops::Range;
 
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, Slice};
 
-use super::{AttentionRule, AttentionTensors, MASK_ROWS, wide};
+use super::{AttentionRule, AttentionTensors, KeyRanges, MASK_ROWS, wide};
 use crate::mask::{BATCH, MaskSource};
 use crate::tensor::Float;
 
@@ -32,9 +33,9 @@ pub(crate) trait BlockOps<B: Backend> {
         block: &Block<'_, B>,
     ) -> [Float<B>; 2];
 
-    /// Adds the rows of the first keys, `[batch, heads, keys, width]`, to sums over the rows of all keys,
-    /// which are in f32 or f64.
-    fn add(&self, sums: Float<B>, rows: Float<B>) -> Float<B>;
+    /// Adds the rows of the keys from `first` on, `[batch, key_heads, keys, width]`, to sums over the rows
+    /// of all keys, which are in f32 or f64.
+    fn add(&self, sums: Float<B>, rows: Float<B>, first: usize) -> Float<B>;
 }
 
 /// Implements [`Kernels::tiled_attention`](crate::Kernels::tiled_attention).
@@ -46,7 +47,8 @@ pub(crate) fn forward<B: Backend>(
     let (mut outputs, mut statistics) = (Vec::new(), Vec::new());
     for block in Block::<B>::all(tensors, rule, ops.queries(tensors, rule)) {
         let [weights, of_rows] = ops.weights(block.products(tensors), &block);
-        outputs.push(B::float_matmul(weights, block.seen(&tensors.value)));
+        let output = B::float_matmul(block.grouped(weights), block.seen(&tensors.value));
+        outputs.push(block.ungrouped(output));
         statistics.push(of_rows);
     }
     [outputs, statistics].map(joined::<B>)
@@ -66,16 +68,20 @@ pub(crate) fn backward<B: Backend>(
     let mut query_grads = Vec::new();
     let mut sums: Option<[Float<B>; 2]> = None;
     for block in Block::<B>::all(tensors, rule, ops.queries(tensors, rule)) {
-        let grad = block.of_queries(grad);
+        let grad = block.grouped(block.of_queries(grad));
         let values = B::float_transpose(block.seen(&tensors.value));
-        let of_weights = B::float_matmul(grad.clone(), values);
+        let of_weights = block.ungrouped(B::float_matmul(grad.clone(), values));
         let products = block.products(tensors);
-        let [slopes, weights] = ops.slopes([products, of_weights], statistics, &block);
+        let [slopes, weights] = ops
+            .slopes([products, of_weights], statistics, &block)
+            .map(|tensor| block.grouped(tensor));
+        // These products add up over the heads of a group as well.
         let of_key = B::float_transpose(slopes.clone());
-        let of_key = B::float_matmul(of_key, block.of_queries(&tensors.query));
+        let of_key = B::float_matmul(of_key, block.grouped(block.of_queries(&tensors.query)));
         let of_value = B::float_matmul(B::float_transpose(weights), grad);
-        query_grads.push(B::float_matmul(slopes, block.seen(&tensors.key)));
-        if block.queries.len() == tensors.query.shape()[2] {
+        let of_query = B::float_matmul(slopes, block.seen(&tensors.key));
+        query_grads.push(block.ungrouped(of_query));
+        if block.is_all() {
             sums = Some([of_key, of_value]);
             break;
         }
@@ -83,7 +89,8 @@ pub(crate) fn backward<B: Backend>(
             [&tensors.key, &tensors.value]
                 .map(|tensor| B::float_zeros(tensor.shape(), &tensor.device(), wide(dtype).into()))
         });
-        sums = Some([ops.add(of_keys, of_key), ops.add(of_values, of_value)]);
+        let first = block.keys.start;
+        sums = Some([ops.add(of_keys, of_key, first), ops.add(of_values, of_value, first)]);
     }
     let sums = sums.expect("a query");
     let [key_grad, value_grad] = sums.map(|tensor| B::float_cast(tensor, dtype.into()));
@@ -95,19 +102,22 @@ fn joined<B: Backend>(mut blocks: Vec<Float<B>>) -> Float<B> {
     if blocks.len() == 1 { blocks.remove(0) } else { B::float_cat(blocks, 2) }
 }
 
-/// A block of queries, and the keys that some of them see: the first ones.
+/// Multiple of keys at which those of a block begin and, but for the last key, end. Vectors of rows that have
+/// all keys, and of the block's rows, then begin at the same keys.
+const KEY_STEP: usize = 16;
+
+/// A block of queries, and the keys from the first to the last that some of them see.
 pub(crate) struct Block<'a, B: Backend> {
-    pub(crate) rule: &'a AttentionRule,
+    pub(crate) ranges: KeyRanges<'a>,
     /// Number to add to all scores of a key, `[batch, all_keys]`.
     pub(crate) bias: Option<&'a Float<B>>,
+    /// Number of rows of the batch.
+    pub(crate) batch: usize,
+    /// Number of heads of the queries, and of the keys and values.
+    pub(crate) heads: [usize; 2],
     pub(crate) queries: Range<usize>,
-    /// Number of keys that some of the queries see: at least one, which may be hidden from each of them.
-    pub(crate) keys: usize,
-    /// Number of all keys, seen or not.
-    pub(crate) all_keys: usize,
-    /// Position of the first query among the keys, which is negative if there are more queries than
-    /// keys.
-    pub(crate) position: i64,
+    /// At least one key. It begins at a multiple of [`KEY_STEP`]. A key may be hidden from all queries.
+    pub(crate) keys: Range<usize>,
 }
 
 impl<'a, B: Backend> Block<'a, B> {
@@ -117,14 +127,32 @@ impl<'a, B: Backend> Block<'a, B> {
         rule: &'a AttentionRule,
         of_block: usize,
     ) -> impl Iterator<Item = Self> {
-        let (queries, keys) = (tensors.query.shape()[2], tensors.key.shape()[2]);
+        let [batch, heads, queries, _] = tensors.query.shape().dims();
+        let [_, key_heads, keys, _] = tensors.key.shape().dims();
+        let ranges = KeyRanges::new(rule, [queries, keys]);
         (0..queries).step_by(of_block).map(move |start| {
-            let end = (start + of_block).min(queries);
-            let seen = if rule.causal { (end + keys).saturating_sub(queries).max(1) } else { keys };
-            let position = (start + keys) as i64 - queries as i64;
+            let queries = start..(start + of_block).min(queries);
+            let seen = ranges.of_queries(0..batch, queries.clone());
+            let end = seen.end.max(1).next_multiple_of(KEY_STEP).min(keys);
+            let keys = seen.start / KEY_STEP * KEY_STEP..end;
             let bias = tensors.bias.as_ref();
-            Self { rule, bias, queries: start..end, keys: seen, all_keys: keys, position }
+            Self { ranges, bias, batch, heads: [heads, key_heads], queries, keys }
         })
+    }
+
+    /// Returns the rule of the attention.
+    pub(crate) fn rule(&self) -> &'a AttentionRule {
+        self.ranges.rule()
+    }
+
+    /// Returns whether the block has all queries and all keys.
+    fn is_all(&self) -> bool {
+        self.queries == (0..self.ranges.queries()) && self.keys == (0..self.all_keys())
+    }
+
+    /// Returns the number of all keys, seen or not.
+    pub(crate) fn all_keys(&self) -> usize {
+        self.ranges.keys()
     }
 
     /// Returns the rows of the block's queries.
@@ -134,24 +162,43 @@ impl<'a, B: Backend> Block<'a, B> {
 
     /// Returns the rows of the keys that the block sees.
     fn seen(&self, tensor: &Float<B>) -> Float<B> {
-        part::<B>(tensor, 2, 0..self.keys)
+        part::<B>(tensor, 2, self.keys.clone())
+    }
+
+    /// Returns rows of the block's queries, `[batch, heads, queries, width]`, as those of the heads that
+    /// share keys: `[batch, key_heads, heads / key_heads · queries, width]`.
+    fn grouped(&self, rows: Float<B>) -> Float<B> {
+        let [heads, key_heads] = self.heads;
+        self.with_heads(rows, key_heads, heads / key_heads * self.queries.len())
+    }
+
+    /// Returns the rows of which [`grouped`](Self::grouped) made these.
+    fn ungrouped(&self, rows: Float<B>) -> Float<B> {
+        self.with_heads(rows, self.heads[0], self.queries.len())
+    }
+
+    fn with_heads(&self, rows: Float<B>, heads: usize, queries: usize) -> Float<B> {
+        let width = rows.shape()[3];
+        let shape = Shape::from([self.batch, heads, queries, width]);
+        if rows.shape() == shape { rows } else { B::float_reshape(rows, shape) }
     }
 
     /// Returns the source of the dropout mask of the block's weights. Its elements are numbered in the shape
     /// `[batch, heads, queries, padded_keys]`.
     pub(crate) fn dropout(&self) -> Option<MaskSource> {
-        self.rule.dropout.map(|source| source.of_block(self.queries.start / MASK_ROWS))
+        self.rule().dropout.map(|source| source.of_block(self.queries.start / MASK_ROWS))
     }
 
     /// Returns the number of all keys, seen or not, padded to whole batches of the random generator.
     pub(crate) fn padded_keys(&self) -> usize {
-        self.all_keys.next_multiple_of(BATCH)
+        self.all_keys().next_multiple_of(BATCH)
     }
 
-    /// Returns the products of the queries and the keys that they see.
+    /// Returns the products of the queries and the keys, `[batch, heads, queries, keys]`.
     fn products(&self, tensors: &AttentionTensors<Float<B>>) -> Float<B> {
         let key = B::float_transpose(self.seen(&tensors.key));
-        B::float_matmul(self.of_queries(&tensors.query), key)
+        let products = B::float_matmul(self.grouped(self.of_queries(&tensors.query)), key);
+        self.ungrouped(products)
     }
 }
 

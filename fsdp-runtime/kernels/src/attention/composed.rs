@@ -1,5 +1,7 @@
 //! Rows of scores, made of Burn's operations. Numbers are in f32, or in f64 for tensors of f64.
 
+use std::ops::Range;
+
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use burn_std::Scalar;
@@ -19,7 +21,7 @@ pub(crate) fn forward<B: Backend>(
     rule: &AttentionRule,
     dropout: Dropout<B>,
 ) -> [Float<B>; 2] {
-    blocks::forward(tensors, rule, &ComposedOps::<B>::new(&tensors.query, rule, dropout))
+    blocks::forward(tensors, rule, &ComposedOps::<B>::new(dropout))
 }
 
 /// Implements
@@ -32,31 +34,18 @@ pub(crate) fn backward<B: Backend>(
     rule: &AttentionRule,
     dropout: Dropout<B>,
 ) -> [Float<B>; 3] {
-    let ops = ComposedOps::<B>::new(&tensors.query, rule, dropout);
-    blocks::backward(tensors, statistics, grad, rule, &ops)
+    blocks::backward(tensors, statistics, grad, rule, &ComposedOps::<B>::new(dropout))
 }
 
 /// The operations of a block, made of Burn's.
 pub(crate) struct ComposedOps<B: Backend> {
     dropout: Dropout<B>,
-    /// What `causal` adds to the scores of the keys that come after that of a block's first query: negative
-    /// infinity for those that a query does not see, and else 0, `[1, 1, MASK_ROWS, MASK_ROWS]`. It is the
-    /// same for all blocks.
-    hidden: Option<Float<B>>,
 }
 
 impl<B: Backend> ComposedOps<B> {
-    /// Returns the operations for attention with a query of this dtype and device.
-    pub(crate) fn new(query: &Float<B>, rule: &AttentionRule, dropout: Dropout<B>) -> Self {
-        let row = |query| {
-            (1..=MASK_ROWS).map(move |after| if after > query { f32::NEG_INFINITY } else { 0.0 })
-        };
-        let hidden = || {
-            let elements: Vec<f32> = (0..MASK_ROWS).flat_map(row).collect();
-            let hidden = TensorData::new(elements, [1, 1, MASK_ROWS, MASK_ROWS]);
-            B::float_from_data(hidden.convert_dtype(wide(query.dtype())), &query.device())
-        };
-        Self { dropout, hidden: rule.causal.then(hidden) }
+    /// Returns the operations, given the kernel of dropout.
+    pub(crate) fn new(dropout: Dropout<B>) -> Self {
+        Self { dropout }
     }
 }
 
@@ -101,18 +90,18 @@ impl<B: Backend> BlockOps<B> for ComposedOps<B> {
         };
         let mean = B::float_sum_dim(B::float_mul(of_weights.clone(), weights.clone()), 3);
         let slopes = B::float_mul(B::float_sub(of_weights, mean), weights);
-        let slopes = B::float_mul_scalar(slopes, Scalar::from(block.rule.scale));
+        let slopes = B::float_mul_scalar(slopes, Scalar::from(block.rule().scale));
         [slopes, dropped].map(|tensor| B::float_cast(tensor, dtype.into()))
     }
 
-    fn add(&self, sums: Float<B>, rows: Float<B>) -> Float<B> {
+    fn add(&self, sums: Float<B>, rows: Float<B>, first: usize) -> Float<B> {
         let rows = B::float_cast(rows, sums.dtype().into());
-        let (keys, all_keys) = (rows.shape()[2], sums.shape()[2]);
-        if keys == all_keys {
+        let keys = first..first + rows.shape()[2];
+        if keys == (0..sums.shape()[2]) {
             return B::float_add(sums, rows);
         }
-        let rows = B::float_add(part::<B>(&sums, 2, 0..keys), rows);
-        let seen = slices(&sums.shape(), 2, 0..keys);
+        let rows = B::float_add(part::<B>(&sums, 2, keys.clone()), rows);
+        let seen = slices(&sums.shape(), 2, keys);
         B::float_slice_assign(sums, &seen, rows)
     }
 }
@@ -122,15 +111,18 @@ impl<B: Backend> ComposedOps<B> {
     fn scores(&self, products: Float<B>, block: &Block<'_, B>) -> Float<B> {
         let dtype = wide(products.dtype());
         let scores = B::float_cast(products, dtype.into());
-        let mut scores = B::float_mul_scalar(scores, Scalar::from(block.rule.scale));
+        let mut scores = B::float_mul_scalar(scores, Scalar::from(block.rule().scale));
         if let Some(bias) = block.bias {
-            let bias = part::<B>(bias, 1, 0..block.keys);
-            let shape = Shape::from([bias.shape()[0], 1, 1, block.keys]);
+            let bias = part::<B>(bias, 1, block.keys.clone());
+            let shape = Shape::from([bias.shape()[0], 1, 1, block.keys.len()]);
             let bias = B::float_cast(B::float_reshape(bias, shape), dtype.into());
             scores = B::float_add(scores, bias);
         }
-        match &self.hidden {
-            Some(hidden) => hide(scores, hidden, block),
+        match hidden(block) {
+            Some(hidden) => {
+                let hidden = B::float_from_data(hidden.convert_dtype(dtype), &scores.device());
+                B::float_add(scores, hidden)
+            }
             None => scores,
         }
     }
@@ -138,29 +130,29 @@ impl<B: Backend> ComposedOps<B> {
     /// Returns the dropout mask of the block's weights.
     fn mask(&self, weights: &Float<B>, block: &Block<'_, B>) -> Option<Float<B>> {
         let source = block.dropout()?;
-        let [batch, heads, queries, keys] = weights.shape().dims();
+        let [batch, heads, queries, _] = weights.shape().dims();
         let ones = Shape::from([batch, heads, queries, block.padded_keys()]);
         let ones = B::float_ones(ones, &weights.device(), DType::F32.into());
-        let mask = part::<B>(&(self.dropout)(ones, &source), 3, 0..keys);
+        let mask = part::<B>(&(self.dropout)(ones, &source), 3, block.keys.clone());
         Some(B::float_cast(mask, weights.dtype().into()))
     }
 }
 
-/// Adds negative infinity to the scores of the keys that a query does not see under `causal`. Only the
-/// last keys of a block are hidden from some of its queries.
-fn hide<B: Backend>(scores: Float<B>, hidden: &Float<B>, block: &Block<'_, B>) -> Float<B> {
-    let (rows, keys, position) = (block.queries.len(), block.keys, block.position);
-    let first = usize::try_from(position + 1).unwrap_or(0).min(keys);
-    let columns = keys - first;
-    if columns == 0 {
-        return scores;
+/// Returns what is added to the scores of a block's keys: negative infinity for those that the rule hides from a
+/// query, and else 0, `[batch, 1, queries, keys]`. Without segments it has one row for all of the batch.
+/// Returns `None` if the rule hides none of these keys.
+fn hidden<B: Backend>(block: &Block<'_, B>) -> Option<TensorData> {
+    let (ranges, keys) = (block.ranges, &block.keys);
+    let rows = if block.rule().segments.is_some() { block.batch } else { 1 };
+    let queries = (0..rows).flat_map(|row| block.queries.clone().map(move |query| (row, query)));
+    let seen: Vec<_> = queries.map(|(row, query)| ranges.of_query(row, query)).collect();
+    if seen.iter().all(|seen| seen.start <= keys.start && keys.end <= seen.end) {
+        return None;
     }
-    // A block's first query comes before the first key if there are more queries than keys. The
-    // mask then begins with columns of absent keys. Its last columns hide a key from all queries.
-    let absent = usize::try_from(-1 - position).unwrap_or(0).min(rows - 1);
-    let hidden = part::<B>(hidden, 2, 0..rows);
-    let hidden = part::<B>(&hidden, 3, absent..absent + columns);
-    let late = part::<B>(&scores, 3, first..keys);
-    let slices = slices(&scores.shape(), 3, first..keys);
-    B::float_slice_assign(scores, &slices, B::float_add(late, hidden))
+    let of_query = |seen: &Range<usize>| {
+        let seen = seen.clone();
+        keys.clone().map(move |key| if seen.contains(&key) { 0.0 } else { f32::NEG_INFINITY })
+    };
+    let elements: Vec<f32> = seen.iter().flat_map(of_query).collect();
+    Some(TensorData::new(elements, [rows, 1, block.queries.len(), keys.len()]))
 }

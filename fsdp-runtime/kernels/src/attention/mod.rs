@@ -2,11 +2,15 @@
 
 mod blocks;
 pub(super) mod composed;
+mod key_ranges;
+mod segments;
 
 use burn::tensor::DType;
 
 #[cfg(feature = "cube")]
 pub(super) use self::blocks::{Block, BlockOps, backward, forward};
+pub use self::key_ranges::KeyRanges;
+pub use self::segments::{Segments, SplitSegment};
 use super::mask::MaskSource;
 
 /// Queries whose dropout masks are numbered together: element (batch, head, query, key) of a block of
@@ -15,25 +19,44 @@ use super::mask::MaskSource;
 pub const MASK_ROWS: usize = 128;
 
 /// Numbers and flags of an attention.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct AttentionRule {
     /// Whether a query sees only the keys up to its own position. The last query has the position of
     /// the last key.
     pub causal: bool,
+    /// Positions by which the key that a query sees differs from its own: fewer than this. At least 1.
+    pub window: Option<usize>,
+    /// Segments of queries and keys, of which there are as many. A query sees the keys of its own one.
+    pub segments: Option<Segments>,
     /// Factor of the products of queries and keys.
     pub scale: f64,
     /// Dropout of the attention weights.
     pub dropout: Option<MaskSource>,
 }
 
+impl AttentionRule {
+    /// Returns the rule by which every query sees every key, without dropout.
+    pub fn new(scale: f64) -> Self {
+        Self { causal: false, window: None, segments: None, scale, dropout: None }
+    }
+
+    /// Returns whether the rule hides keys from some queries.
+    pub fn hides(&self) -> bool {
+        self.causal || self.window.is_some() || self.segments.is_some()
+    }
+}
+
 /// Tensors that attention reads, of one dtype.
+///
+/// `key_heads` divides `heads`. Head `h` of the queries uses head `h / (heads / key_heads)` of the keys
+/// and values.
 #[derive(Clone, Debug)]
 pub struct AttentionTensors<T> {
     /// `[batch, heads, queries, width]`
     pub query: T,
-    /// `[batch, heads, keys, width]`
+    /// `[batch, key_heads, keys, width]`
     pub key: T,
-    /// `[batch, heads, keys, value width]`
+    /// `[batch, key_heads, keys, value width]`
     pub value: T,
     /// Number to add to all scores of a key, `[batch, keys]`: 0 or negative infinity.
     pub bias: Option<T>,

@@ -22,7 +22,7 @@ use crate::StorageType;
 use crate::attention::{AttentionRule, AttentionTensors, composed};
 use crate::batched_steps::StepBatch;
 use crate::codes;
-use crate::contract::{AdamTensors, Kernels, RankMean, Sums};
+use crate::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
 use crate::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
 use crate::linear::{self as composed_linear, LinearActivation};
 use crate::mask::MaskSource;
@@ -320,7 +320,9 @@ impl Kernels for Flex {
         rule: &AttentionRule,
     ) -> [FlexTensor; 2] {
         match tensors.query.dtype() {
-            DType::F32 => attention::forward(tensors, rule),
+            dtype if takes(dtype) => {
+                with_float_type!(dtype, |E| attention::forward::<E>(tensors, rule))
+            }
             _ => composed::forward::<Self>(tensors, rule, Self::dropout),
         }
     }
@@ -332,7 +334,9 @@ impl Kernels for Flex {
         rule: &AttentionRule,
     ) -> [FlexTensor; 3] {
         match grad.dtype() {
-            DType::F32 => attention::backward(tensors, results, grad, rule),
+            dtype if takes(dtype) => with_float_type!(dtype, |E| {
+                attention::backward::<E>(tensors, results, grad, rule)
+            }),
             _ => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),
         }
     }

@@ -66,12 +66,12 @@ fn apply<B: ModelBackend>(
     match context {
         None => {
             let tensors = AttentionTensors::from_vec(plain.into_iter().chain(bias).collect());
-            let [output, _] = forward::<B>(tensors, *rule);
+            let [output, _] = forward::<B>(tensors, rule.clone());
             Some(FloatTensor::Plain(output))
         }
         Some(context) => {
             let tensors = <[Tracked<B>; 3]>::try_from(autodiff).ok()?;
-            Some(FloatTensor::Autodiff(record::<B>(tensors, bias, *rule), context))
+            Some(FloatTensor::Autodiff(record::<B>(tensors, bias, rule.clone()), context))
         }
     }
 }
@@ -118,7 +118,7 @@ fn record<B: ModelBackend>(
     let nodes = tensors.each_ref().map(|tensor| tensor.node());
     let tensors = tensors.into_iter().map(Tracked::<B>::into_primitive).chain(bias);
     let tensors = AttentionTensors::from_vec(tensors.collect());
-    let results = forward::<B>(tensors.clone(), rule);
+    let results = forward::<B>(tensors.clone(), rule.clone());
     let output = results[0].clone();
     let op = Backward::<B, 3>::prepare::<NoCheckpointing>(Attention, nodes);
     match op.compute_bound().stateful() {
@@ -160,7 +160,7 @@ mod tests {
     use burn::tensor::{Device, Distribution};
 
     use super::*;
-    use crate::backend::ops::MaskSource;
+    use crate::backend::ops::{MaskSource, Segments};
 
     const SOURCE: MaskSource = MaskSource { key: [5, 6], counter: [7, 8], prob: 0.3 };
 
@@ -169,7 +169,7 @@ mod tests {
     }
 
     fn rule(causal: bool) -> AttentionRule {
-        AttentionRule { causal, scale: 0.3, dropout: Some(SOURCE) }
+        AttentionRule { causal, dropout: Some(SOURCE), ..AttentionRule::new(0.3) }
     }
 
     /// Returns the mask of `[batch, heads, queries, keys]` weights: equal scores, and the unit matrix as
@@ -184,11 +184,15 @@ mod tests {
         numbers(output.mul_scalar(keys as f64))
     }
 
-    /// The tiles of f32, the blocks of f64, and CubeCL devices.
+    /// The tiles of f32 and bf16, the blocks of f64, and CubeCL devices.
     #[test]
     fn the_mask_is_the_same_in_every_form() {
         for shape in [[2, 3, 200, 300], [1, 2, 130, 256], [1, 1, 3, 5]] {
             let tiles = mask(shape, &Device::flex(), DType::F32);
+            let narrow = mask(shape, &Device::flex(), DType::BF16);
+            for (at, (a, b)) in tiles.iter().zip(&narrow).enumerate() {
+                assert!((a - b).abs() < 2e-2, "{a} {b} at {at} of {shape:?} in bf16");
+            }
             let mut others = vec![mask(shape, &Device::flex(), DType::F64)];
             #[cfg(feature = "cpu")]
             others.push(mask(shape, &Device::cpu(), DType::F32));
@@ -203,35 +207,76 @@ mod tests {
         }
     }
 
-    /// The same mask again in backward: the gradients are those of Burn's operations with the mask that
-    /// forward had.
-    #[test]
-    fn backward_has_the_mask_of_forward() {
+    /// Returns tensors of `[rows, heads, length, 8]`, where the query has four heads and the others have
+    /// `key_heads`.
+    fn tensors([queries, keys]: [usize; 2], key_heads: usize, dtype: DType) -> [Tensor<4>; 3] {
         let device = Device::flex().autodiff();
         device.seed(3);
-        let shape @ [batch, heads, queries, keys] = [2, 2, 150, 300];
-        for (causal, dtype) in [(false, DType::F32), (true, DType::F32), (true, DType::F64)] {
-            let heads = |length| {
-                let options = (&device, dtype);
-                let distribution = Distribution::Normal(0.0, 1.0);
-                Tensor::<4>::random([batch, heads, length, 8], distribution, options).require_grad()
-            };
-            let tensors @ [query, key, value] = &[heads(queries), heads(keys), heads(keys)];
+        let tensor = |heads: usize, length: usize| {
+            let distribution = Distribution::Normal(0.0, 1.0);
+            Tensor::<4>::random([2, heads, length, 8], distribution, (&device, dtype))
+                .require_grad()
+        };
+        [tensor(4, queries), tensor(key_heads, keys), tensor(key_heads, keys)]
+    }
+
+    /// Computes attention by Burn's operations, given the dropout mask, with the keys of a group repeated.
+    fn plain(
+        [query, key, value]: [Tensor<4>; 3],
+        rule: &AttentionRule,
+        mask: Tensor<4>,
+    ) -> Tensor<4> {
+        let [rows, heads, queries, _] = query.dims();
+        let [_, key_heads, keys, width] = key.dims();
+        let repeat = |tensor: Tensor<4>| {
+            let tensor = tensor.reshape([rows, key_heads, 1, keys * width]);
+            tensor.repeat_dim(2, heads / key_heads).reshape([rows, heads, keys, width])
+        };
+        let window = rule.window.unwrap_or(usize::MAX) as i128;
+        let sees = |row: usize, query: usize, key: usize| {
+            let after = key as i128 + queries as i128 - query as i128 - keys as i128;
+            let of_segment = |segments: &Segments| segments.around(row, query).contains(&key);
+            (!rule.causal || after <= 0)
+                && after.abs() < window
+                && rule.segments.as_ref().is_none_or(of_segment)
+        };
+        let each = (0..rows).flat_map(|row| (0..queries).map(move |query| (row, query)));
+        let hidden: Vec<f32> = each
+            .flat_map(|(row, query)| (0..keys).map(move |key| (row, query, key)))
+            .map(|(row, query, key)| if sees(row, query, key) { 0.0 } else { -1e30 })
+            .collect();
+        let hidden = burn::tensor::TensorData::new(hidden, [rows, 1, queries, keys]);
+        let hidden = Tensor::<4>::from_data(hidden, (&query.device(), query.dtype()));
+        let scores = query.matmul(repeat(key).transpose()).mul_scalar(rule.scale) + hidden;
+        (burn::tensor::activation::softmax(scores, 3) * mask).matmul(repeat(value))
+    }
+
+    /// The same mask again in backward: the gradients are those of Burn's operations with the mask that
+    /// forward had. A window and segments leave out tiles, but not numbers of the mask's elements.
+    #[test]
+    fn backward_has_the_mask_of_forward() {
+        let numbers_of_segments = (0..600).map(|at| i64::from(at % 300 > 170 + at / 300 * 40));
+        let segments = Segments::new(&numbers_of_segments.collect::<Vec<_>>(), 300).ok();
+        let causal = rule(true);
+        let window = AttentionRule { window: Some(70), ..causal.clone() };
+        let packed = AttentionRule { segments, ..causal.clone() };
+        let cases = [
+            (rule(false), [150, 300], 4, DType::F32),
+            (causal.clone(), [150, 300], 4, DType::F32),
+            (causal, [150, 300], 2, DType::F64),
+            (window.clone(), [150, 600], 2, DType::F32),
+            (AttentionRule { causal: false, ..window }, [150, 600], 1, DType::F64),
+            (packed.clone(), [300, 300], 1, DType::F32),
+            (packed, [300, 300], 2, DType::F64),
+        ];
+        for (rule, lengths @ [queries, keys], key_heads, dtype) in cases {
+            let tensors = tensors(lengths, key_heads, dtype);
+            let shape = [2, 4, queries, keys];
             let mask = mask(shape, &Device::flex(), DType::F32);
             let mask = burn::tensor::TensorData::new(mask, shape);
-            let mask = Tensor::<4>::from_data(mask, (&device, dtype));
-            let mut scores = query.clone().matmul(key.clone().transpose()).mul_scalar(0.3);
-            if causal {
-                let hidden = Tensor::<2, burn::tensor::Bool>::tril_mask(
-                    [queries, keys],
-                    (keys - queries) as i64,
-                    &device,
-                );
-                scores = scores.mask_fill(hidden.reshape([1, 1, queries, keys]), -1e30);
-            }
-            let weights = burn::tensor::activation::softmax(scores, 3) * mask;
-            let expected = weights.matmul(value.clone());
-            let found = attention_tracked([query, key, value], None, &rule(causal)).unwrap();
+            let mask = Tensor::<4>::from_data(mask, (&tensors[0].device(), dtype));
+            let expected = plain(tensors.clone(), &rule, mask);
+            let found = attention_tracked(tensors.each_ref(), None, &rule).unwrap();
             let results = [found, expected].map(|output| {
                 let gradients = output.clone().powi_scalar(2).sum().backward();
                 let grads = tensors.each_ref().map(|tensor| tensor.grad(&gradients).unwrap());
@@ -240,7 +285,8 @@ mod tests {
             let [found, expected] = &results;
             assert_eq!(found.len(), expected.len());
             for (at, (a, b)) in found.iter().zip(expected).enumerate() {
-                assert!((a - b).abs() < 2e-5 * b.abs().max(1.0), "{a} {b} at {at}, {dtype:?}");
+                let close = (a - b).abs() < 2e-5 * b.abs().max(1.0);
+                assert!(close, "{a} {b} at {at}, {rule:?}, {key_heads} key heads, {dtype:?}");
             }
         }
     }

@@ -41,5 +41,6 @@ pub(crate) use self::linear::{LinearParams, LowRank, SharedInput, linear_tracked
 pub(crate) use self::recompute::recompute_tracked;
 pub use self::reductions::{mean, norm_sums, unscale};
 pub(crate) use self::softmax::softmax_tracked;
-pub(crate) use fsdp_kernels::{AttentionRule, LossRule};
+pub(crate) use fsdp_kernels::attention::KeyRanges;
+pub(crate) use fsdp_kernels::{AttentionRule, LossRule, Segments};
 pub use fsdp_kernels::{MaskSource, Norm, Sums, computes};

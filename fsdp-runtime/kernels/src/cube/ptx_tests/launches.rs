@@ -12,7 +12,7 @@ use cubecl::client::Client;
 use super::server::{Launched, Ptx, client};
 use super::{DTYPES, kernel_name};
 use crate::StorageType;
-use crate::attention::{Block, BlockOps};
+use crate::attention::{Block, BlockOps, KeyRanges, Segments};
 use crate::batched_steps::{self, StepBatch};
 use crate::cube::attention::RowKernels;
 use crate::cube::buffer_slice::BufferSlice;
@@ -285,26 +285,34 @@ impl Gpu {
                 burn_cubecl::ops::reshape(tensor, Shape::from([1, 2, 5, keys]))
             };
             self.launch("add_rows_kernel", &["pack_kernel"], || {
-                RowKernels.add(rows(DType::F32), rows(dtype))
+                RowKernels.add(rows(DType::F32), rows(dtype), 0)
             });
             // All options for rows of one kind, and the longest kernel for the others.
             let one = keys == 768 && offset == 0;
-            for (causal, is_masked) in [(true, true), (true, false), (false, true), (false, false)]
-            {
+            for (causal, window, is_masked, is_packed) in [
+                (true, Some(3), true, false),
+                (true, None, false, false),
+                (false, None, true, false),
+                (false, None, false, false),
+                (true, None, true, true),
+            ] {
                 if !(one || causal && is_masked) {
                     continue;
                 }
                 let dropout = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 };
                 let dropout = is_masked.then_some(dropout);
-                let rule = AttentionRule { causal, scale: 0.1, dropout };
+                let segments = Segments::new(&vec![0; keys], keys).ok().filter(|_| is_packed);
+                let rule = AttentionRule { causal, window, segments, scale: 0.1, dropout };
                 let bias = is_masked.then(|| matrix(1));
+                // Packed rows have as many queries as keys.
+                let all_queries = if is_packed { keys } else { 5 };
                 let block = Block::<CubeBackend> {
-                    rule: &rule,
+                    ranges: KeyRanges::new(&rule, [all_queries, keys]),
                     bias: bias.as_ref(),
+                    batch: 1,
+                    heads: [2, 2],
                     queries: 0..5,
-                    keys,
-                    all_keys: keys,
-                    position: keys as i64 - 5,
+                    keys: 0..keys,
                 };
                 let others = ["fill_kernel", "dropout_kernel", "pack_kernel"];
                 let [_, statistics] = self.launch("attention_weights_kernel", &others, || {

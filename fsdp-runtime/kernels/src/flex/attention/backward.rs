@@ -2,165 +2,253 @@
 //!
 //! Source: Dao, [*FlashAttention-2*](https://arxiv.org/abs/2307.08691), 2023, algorithm 2.
 
+use std::ops::Range;
+
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::forward::drop_weights;
-use super::problem::{Head, KEYS, Problem, QUERIES, STRIDE, Tile, rows};
+use super::forward::{drop_weights, split_hidden};
+use super::problem::{Head, KEYS, Problem, QUERIES, STRIDE, Sizes, Tile, matrix, rows};
+use super::wide::{Sums, wide};
 use super::{Buffer, exp_or_zero};
 use crate::flex::dropout;
+use crate::flex::float::KernelFloat;
 use crate::flex::product::Threads::One;
 use crate::flex::product::{Matrix, multiply};
 use crate::flex::rows::pair_sum_of;
 
 /// Results of the forward pass and the gradient of the output.
 #[derive(Clone, Copy)]
-pub(super) struct Saved<'a> {
-    pub(super) output: &'a [f32],
+pub(super) struct Saved<'a, E> {
+    pub(super) output: &'a [E],
     pub(super) statistics: &'a [f32],
-    pub(super) grad: &'a [f32],
+    pub(super) grad: &'a [E],
 }
 
-/// A part of a head's tiles, and the gradients that it adds to, which are zero before it runs.
-struct Task<'a> {
-    head: Head<'a>,
-    saved: Saved<'a>,
-    /// Gradient of the queries, unless another task adds it.
-    query: Option<&'a mut [f32]>,
+/// Tiles of some heads of the queries, which share keys and values, and the gradients that they add to, which
+/// are zero before the task runs.
+struct Task<'a, E> {
+    problem: &'a Problem<'a, E>,
+    saved: Saved<'a, E>,
+    /// Heads of the queries, counted over all rows of the batch.
+    heads: Range<usize>,
+    /// Gradient of the queries of the tiles, unless another task adds it.
+    query: Option<&'a mut [E]>,
     /// Gradients of the keys and the values of the tiles, unless another task adds them.
-    keys: Option<[&'a mut [f32]; 2]>,
+    keys: Option<[&'a mut [E]; 2]>,
     part: Part,
 }
 
 /// Tiles of a task.
 #[derive(Clone, Copy)]
 enum Part {
-    /// All tiles of the head.
-    Head,
+    /// All tiles of the heads.
+    Heads,
     /// Those of one tile of queries.
     Queries(usize),
     /// Those of one tile of keys.
     Keys(usize),
 }
 
+/// Sums that a tile of queries adds to.
+struct Targets<'t, 'a, E> {
+    /// Gradient of the queries.
+    query: Option<&'t mut Sums<'a, E>>,
+    /// Gradients of the keys and the values.
+    keys: Option<&'t mut [Sums<'a, E>; 2]>,
+}
+
+/// Returns whether as many tasks as there are heads of the keys would leave threads idle for longer than it takes
+/// to compute seven products for each tile instead of five.
+fn splits(key_heads: usize, threads: usize) -> bool {
+    7 * key_heads < 5 * threads * key_heads.div_ceil(threads)
+}
+
+/// Adds the gradients of the query, the key and the value, on all threads of the current pool.
+///
+/// A task has a head of the keys with all heads of the queries that use it, whose five products for each tile are
+/// the fewest. If there are many threads, a head of the queries has a task for each tile of queries, and one of
+/// the keys a task for each tile of keys, which take seven products. The bits are the same: in both cases a query
+/// adds its keys in order, and a key the queries of one head after the other.
+pub(super) fn backward<E: KernelFloat>(
+    problem: &Problem<'_, E>,
+    key_heads: usize,
+    saved: Saved<'_, E>,
+    [query, key, value]: [&mut [E]; 3],
+) {
+    let Sizes { group, queries, keys, width, value_width, .. } = problem.sizes;
+    let is_split = splits(key_heads, rayon::current_num_threads());
+    let key_grads = key.chunks_mut(keys * width).zip(value.chunks_mut(keys * value_width));
+    let of_groups = query.chunks_mut(group * queries * width).zip(key_grads);
+    let mut tasks = Vec::new();
+    for (number, (query, (key, value))) in of_groups.enumerate() {
+        let group = number * group..(number + 1) * group;
+        let task = |heads, query, keys, part| Task { problem, saved, heads, query, keys, part };
+        if !is_split {
+            tasks.push(task(group, Some(query), Some([key, value]), Part::Heads));
+            continue;
+        }
+        for (head, query) in group.clone().zip(query.chunks_mut(queries * width)) {
+            for (at, query) in query.chunks_mut(QUERIES * width).enumerate() {
+                tasks.push(task(head..head + 1, Some(query), None, Part::Queries(at)));
+            }
+        }
+        let of_tiles = key.chunks_mut(KEYS * width).zip(value.chunks_mut(KEYS * value_width));
+        for (at, (key, value)) in of_tiles.enumerate() {
+            tasks.push(task(group.clone(), None, Some([key, value]), Part::Keys(at)));
+        }
+    }
+    tasks.into_par_iter().for_each_init(Scratch::new, |scratch, task| task.run(scratch));
+}
+
 /// Memory of one thread.
 struct Scratch {
+    tiles: TileBuffers,
+    /// Elements of queries, outputs and gradients of a tile, and of keys and values, unless the tensors are
+    /// f32.
+    rows: [Vec<f32>; 3],
+    keys: [Vec<f32>; 2],
+}
+
+/// Buffers of a tile.
+struct TileBuffers {
     weights: Buffer,
     dropped: Buffer,
     slopes: Buffer,
 }
 
-/// Adds the gradients of the query, the key and the value, on all threads of the current pool.
-///
-/// A head is one task, whose five products for each tile are the fewest. If there are more than twice as
-/// many threads as heads, a head has a task for each tile of queries and one for each tile of keys, which
-/// take seven products. The bits are the same: in both cases a query adds its keys in order, and a key
-/// its queries.
-pub(super) fn backward(
-    problem: &Problem<'_>,
-    heads: usize,
-    saved: Saved<'_>,
-    [query, key, value]: [&mut [f32]; 3],
-) {
-    let each = |elements: usize| (elements / heads.max(1)).max(1);
-    let [of_output, of_rows] = [saved.output, saved.statistics].map(|all| each(all.len()));
-    let [of_query, of_key, of_value] = [&query, &key, &value].map(|all| each(all.len()));
-    let splits = rayon::current_num_threads() > 2 * heads;
-    let keys = key.chunks_mut(of_key).zip(value.chunks_mut(of_value));
-    let mut tasks = Vec::new();
-    for (number, (query, (key, value))) in query.chunks_mut(of_query).zip(keys).enumerate() {
-        let head = problem.head(number);
-        let saved = Saved {
-            output: &saved.output[number * of_output..][..of_output],
-            statistics: &saved.statistics[number * of_rows..][..of_rows],
-            grad: &saved.grad[number * of_output..][..of_output],
-        };
-        let task = |query, keys, part| Task { head, saved, query, keys, part };
-        if !splits {
-            tasks.push(task(Some(query), Some([key, value]), Part::Head));
-            continue;
-        }
-        let (width, value_width) = (head.sizes.width, head.sizes.value_width);
-        for (at, query) in query.chunks_mut(QUERIES * width).enumerate() {
-            tasks.push(task(Some(query), None, Part::Queries(at)));
-        }
-        let keys = key.chunks_mut(KEYS * width).zip(value.chunks_mut(KEYS * value_width));
-        for (at, (key, value)) in keys.enumerate() {
-            tasks.push(task(None, Some([key, value]), Part::Keys(at)));
-        }
+impl Scratch {
+    fn new() -> Self {
+        let tiles =
+            TileBuffers { weights: Buffer::new(), dropped: Buffer::new(), slopes: Buffer::new() };
+        Self { tiles, rows: Default::default(), keys: Default::default() }
     }
-    let scratch =
-        || Scratch { weights: Buffer::new(), dropped: Buffer::new(), slopes: Buffer::new() };
-    tasks.into_par_iter().for_each_init(scratch, |scratch, task| task.run(scratch));
 }
 
-impl Task<'_> {
+impl<E: KernelFloat> Task<'_, E> {
     fn run(mut self, scratch: &mut Scratch) {
-        let Self { head, saved, part, .. } = self;
-        let value_width = head.sizes.value_width;
-        let means = row_means(saved.output, saved.grad, value_width);
-        for (at, queries) in head.query_tiles().enumerate() {
-            if matches!(part, Part::Queries(own) if own != at) {
-                continue;
-            }
-            let grad = rows(saved.grad, &queries, value_width);
-            let statistics = &saved.statistics[queries.clone()];
-            let means = &means[queries.clone()];
-            for (at, tile) in head.tiles(queries).enumerate() {
-                if matches!(part, Part::Keys(own) if own != at) {
+        let mut sums = self.keys.take().map(|keys| keys.map(Sums::new));
+        for head in self.heads.clone().map(|number| self.problem.head(number)) {
+            for (at, queries) in head.query_tiles().enumerate() {
+                if matches!(self.part, Part::Queries(own) if own != at) {
                     continue;
                 }
-                let factors = scratch.run(&tile, grad, statistics, means);
-                self.add(&tile, grad, factors);
+                let mut query = self.query.take().map(|rest| {
+                    let (own, rest) = rest.split_at_mut(queries.len() * head.sizes.width);
+                    self.query = Some(rest);
+                    Sums::new(own)
+                });
+                let targets = Targets { query: query.as_mut(), keys: sums.as_mut() };
+                self.add_queries(&head, &queries, scratch, targets);
+                query.into_iter().for_each(Sums::store);
             }
         }
+        sums.into_iter().flatten().for_each(Sums::store);
     }
 
-    /// Adds the gradients of a tile, given its weights and the gradients of its scores.
-    fn add(&mut self, tile: &Tile<'_>, grad: Matrix<'_>, [weights, slopes]: [Matrix<'_>; 2]) {
-        let (head, part) = (self.head, self.part);
-        let (width, value_width) = (head.sizes.width, head.sizes.value_width);
-        if let Some(target) = &mut self.query {
-            let start = if let Part::Queries(_) = part { 0 } else { tile.queries.start };
-            let target = &mut target[start * width..(start + tile.queries.len()) * width];
-            multiply(One, (target, width), true, head.scale(), [slopes, tile.key()]);
+    /// Adds the gradients of the task's tiles that have these queries.
+    fn add_queries(
+        &self,
+        head: &Head<'_, E>,
+        queries: &Range<usize>,
+        scratch: &mut Scratch,
+        mut targets: Targets<'_, '_, E>,
+    ) {
+        let tiles: Vec<_> = match self.part {
+            Part::Keys(own) => head.tile(queries, own).into_iter().collect(),
+            _ => head.tiles(queries).collect(),
+        };
+        if tiles.is_empty() {
+            return;
         }
-        if let Some([key, value]) = &mut self.keys {
-            let start = if let Part::Keys(_) = part { 0 } else { tile.keys.start };
-            let keys = start..start + tile.keys.len();
-            let target = &mut key[keys.start * width..keys.end * width];
-            let factors = [slopes.transposed(), tile.query()];
-            multiply(One, (target, width), true, head.scale(), factors);
-            let target = &mut value[keys.start * value_width..keys.end * value_width];
-            multiply(One, (target, value_width), true, 1.0, [weights.transposed(), grad]);
+        let Scratch { tiles: buffers, rows, keys: of_keys } = scratch;
+        let rows = QueryRows::new(head, queries, self.saved, rows);
+        for tile in tiles {
+            let [key, value] = of_keys;
+            let key = matrix(wide(tile.key(), key), head.sizes.width);
+            let value = matrix(wide(tile.value(), value), head.sizes.value_width);
+            let [weights, slopes] = buffers.run(&tile, &rows, [key, value]);
+            if let Some(query) = &mut targets.query {
+                let target = (query.get(), head.sizes.width);
+                multiply(One, target, true, head.scale(), [slopes, key]);
+            }
+            if let Some([of_key, of_value]) = &mut targets.keys {
+                let start = if let Part::Keys(own) = self.part { own * KEYS } else { 0 };
+                let keys = tile.keys.start - start..tile.keys.end - start;
+                let target = rows_mut(of_key.get(), &keys, head.sizes.width);
+                multiply(One, target, true, head.scale(), [slopes.transposed(), rows.query]);
+                let target = rows_mut(of_value.get(), &keys, head.sizes.value_width);
+                multiply(One, target, true, 1.0, [weights.transposed(), rows.grad]);
+            }
         }
     }
 }
 
-impl Scratch {
-    /// Returns the weights of a tile under its dropout mask, and the gradients of its scores.
-    fn run(
+/// Returns the rows in the range, and their width.
+fn rows_mut<'a>(
+    elements: &'a mut [f32],
+    range: &Range<usize>,
+    width: usize,
+) -> (&'a mut [f32], usize) {
+    (&mut elements[range.start * width..range.end * width], width)
+}
+
+/// The queries of a tile.
+struct QueryRows<'a> {
+    query: Matrix<'a>,
+    grad: Matrix<'a>,
+    statistics: &'a [f32],
+    /// Sum of output times gradient for each query.
+    means: Vec<f32>,
+}
+
+impl<'a> QueryRows<'a> {
+    fn new<E: KernelFloat>(
+        head: &Head<'a, E>,
+        queries: &Range<usize>,
+        saved: Saved<'a, E>,
+        [query, output, grad]: &'a mut [Vec<f32>; 3],
+    ) -> Self {
+        let Sizes { queries: of_head, width, value_width, .. } = head.sizes;
+        let start = head.number * of_head;
+        let among_all = start + queries.start..start + queries.end;
+        let output = wide(rows(saved.output, &among_all, value_width), output);
+        let grad = wide(rows(saved.grad, &among_all, value_width), grad);
+        Self {
+            query: matrix(wide(head.query(queries), query), width),
+            grad: matrix(grad, value_width),
+            statistics: &saved.statistics[among_all],
+            means: row_means(output, grad, value_width),
+        }
+    }
+}
+
+impl TileBuffers {
+    /// Returns the weights of a tile under its dropout mask, and the gradients of its scores before the
+    /// scale.
+    fn run<E: KernelFloat>(
         &mut self,
-        tile: &Tile<'_>,
-        grad: Matrix<'_>,
-        statistics: &[f32],
-        means: &[f32],
+        tile: &Tile<'_, E>,
+        rows: &QueryRows<'_>,
+        [key, value]: [Matrix<'_>; 2],
     ) -> [Matrix<'_>; 2] {
-        let shape = [tile.queries.len(), tile.keys.len()];
-        let (weights, slopes) = (&mut self.weights.0, &mut self.slopes.0);
-        let factors = [tile.query(), tile.key().transposed()];
+        let (shape, column) = (tile.shape(), tile.column());
+        let weights = &mut self.weights.0[column..];
+        let factors = [rows.query, key.transposed()];
         multiply(One, (weights, STRIDE), false, tile.head.scale(), factors);
         let visible = &tile.visible()[..shape[0]];
-        weigh(weights, visible, shape[1], tile.bias(), statistics);
-        multiply(One, (slopes, STRIDE), false, 1.0, [grad, tile.value().transposed()]);
+        weigh(weights, visible, shape[1], tile.bias(), rows.statistics);
+        let slopes = &mut self.slopes.0[column..];
+        multiply(One, (slopes, STRIDE), false, 1.0, [rows.grad, value.transposed()]);
         if let Some((mask, number)) = tile.mask() {
             for query in 0..shape[0] {
-                let row = &mut slopes[query * STRIDE..][..shape[1]];
+                let row = &mut self.slopes.0[query * STRIDE..][..column + shape[1]];
                 dropout::dropout_in_place(row, &mask, number(query));
             }
         }
-        differentiate(slopes, weights, shape[1], means);
-        let weights = drop_weights(tile, weights, &mut self.dropped.0);
+        let slopes = &mut self.slopes.0[column..];
+        differentiate(slopes, &self.weights.0[column..], shape[1], &rows.means);
+        let weights = drop_weights(tile, &self.weights.0, &mut self.dropped.0);
         [Matrix::new(weights, shape, STRIDE), Matrix::new(slopes, shape, STRIDE)]
     }
 }
@@ -177,17 +265,16 @@ fn row_means(output: &[f32], grad: &[f32], width: usize) -> Vec<f32> {
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
 fn weigh(
     scores: &mut [f32],
-    visible: &[usize],
+    visible: &[[usize; 2]],
     keys: usize,
     bias: Option<&[f32]>,
     statistics: &[f32],
 ) {
-    for (row, (&visible, &statistic)) in visible.iter().zip(statistics).enumerate() {
-        let (seen, hidden) = scores[row * STRIDE..][..keys].split_at_mut(visible);
-        hidden.fill(0.0);
+    for (row, (&[first, end], &statistic)) in visible.iter().zip(statistics).enumerate() {
+        let seen = split_hidden(&mut scores[row * STRIDE..][..keys], [first, end]);
         match bias {
             None => seen.iter_mut().for_each(|score| *score = exp_or_zero(*score - statistic)),
-            Some(bias) => seen.iter_mut().zip(bias).for_each(|(score, bias)| {
+            Some(bias) => seen.iter_mut().zip(&bias[first..]).for_each(|(score, bias)| {
                 *score = exp_or_zero(*score + bias - statistic);
             }),
         }
@@ -203,5 +290,17 @@ fn differentiate(grads: &mut [f32], weights: &[f32], keys: usize, means: &[f32])
         for (grad, weight) in grads[row * STRIDE..][..keys].iter_mut().zip(weights) {
             *grad = (*grad - mean) * weight;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::splits;
+
+    #[test]
+    fn heads_are_split_where_threads_would_be_idle() {
+        // Products of the slowest thread: five for each of its heads, or seven for its share of all.
+        assert!(splits(1, 2) && splits(1, 16) && splits(5, 4) && splits(9, 8));
+        assert!(!splits(1, 1) && !splits(12, 2) && !splits(3, 2) && !splits(3, 4) && !splits(7, 4));
     }
 }

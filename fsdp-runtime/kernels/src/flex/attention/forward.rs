@@ -6,29 +6,41 @@
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::problem::{Head, Problem, QUERIES, STRIDE, Tile};
+use super::problem::{Head, Problem, QUERIES, STRIDE, Tile, matrix};
+use super::wide::{Sums, wide};
 use super::{Buffer, exp_or_zero};
 use crate::flex::dropout;
+use crate::flex::float::KernelFloat;
 use crate::flex::product::Threads::One;
 use crate::flex::product::{Matrix, multiply};
 use crate::flex::rows::{row_max, row_sum};
 
 /// Queries of one head and their results.
-struct Task<'a> {
-    head: Head<'a>,
+struct Task<'a, E> {
+    head: Head<'a, E>,
     queries: std::ops::Range<usize>,
     /// Weighted sums of the values, one a row.
-    output: &'a mut [f32],
+    output: &'a mut [E],
     /// Logarithms of the sums of the exponentials of the rows' scores.
     statistics: &'a mut [f32],
 }
 
+/// Memory of one thread.
+struct Scratch {
+    scores: Buffer,
+    dropped: Buffer,
+    /// Elements of queries, keys and values, unless the tensors are f32.
+    query: Vec<f32>,
+    key: Vec<f32>,
+    value: Vec<f32>,
+}
+
 /// Writes the output and the row statistics, on all threads of the current pool. `outputs` and
 /// `statistics` are zero.
-pub(super) fn forward(
-    problem: &Problem<'_>,
+pub(super) fn forward<E: KernelFloat>(
+    problem: &Problem<'_, E>,
     heads: usize,
-    outputs: &mut [f32],
+    outputs: &mut [E],
     statistics: &mut [f32],
 ) {
     let (mut outputs, mut statistics) = (outputs, statistics);
@@ -43,43 +55,56 @@ pub(super) fn forward(
             tasks.push(Task { head, queries, output, statistics: of_rows });
         }
     }
-    tasks.into_par_iter().for_each_init(
-        || [Buffer::new(), Buffer::new()],
-        |[scores, dropped], task| task.run(&mut scores.0, &mut dropped.0),
-    );
+    let scratch = || Scratch {
+        scores: Buffer::new(),
+        dropped: Buffer::new(),
+        query: Vec::new(),
+        key: Vec::new(),
+        value: Vec::new(),
+    };
+    tasks.into_par_iter().for_each_init(scratch, |scratch, task| task.run(scratch));
 }
 
-impl Task<'_> {
-    fn run(self, scores: &mut [f32], dropped: &mut [f32]) {
+impl<E: KernelFloat> Task<'_, E> {
+    fn run(self, scratch: &mut Scratch) {
         let Self { head, queries, output, statistics } = self;
-        let (len, width) = (queries.len(), head.sizes.value_width);
+        let (width, value_width) = (head.sizes.width, head.sizes.value_width);
+        let mut output = Sums::new(output);
         let mut rows = Rows { tops: [f32::NEG_INFINITY; QUERIES], sums: [0.0; QUERIES] };
-        for tile in head.tiles(queries) {
-            let shape = [len, tile.keys.len()];
-            let factors = [tile.query(), tile.key().transposed()];
-            multiply(One, (scores, STRIDE), false, head.scale(), factors);
-            let visible = tile.visible();
-            weigh(scores, &visible[..len], shape[1], tile.bias(), &mut rows, output);
+        let query = matrix(wide(head.query(&queries), &mut scratch.query), width);
+        let (scores, dropped) = (&mut scratch.scores.0, &mut scratch.dropped.0);
+        for tile in head.tiles(&queries) {
+            let (shape, column) = (tile.shape(), tile.column());
+            let key = matrix(wide(tile.key(), &mut scratch.key), width);
+            let value = matrix(wide(tile.value(), &mut scratch.value), value_width);
+            let factors = [query, key.transposed()];
+            let of_tile = &mut scores[column..];
+            multiply(One, (of_tile, STRIDE), false, head.scale(), factors);
+            let visible = &tile.visible()[..shape[0]];
+            weigh(of_tile, visible, shape[1], tile.bias(), &mut rows, output.get());
             let weights = drop_weights(&tile, scores, dropped);
-            let factors = [Matrix::new(weights, shape, STRIDE), tile.value()];
-            multiply(One, (output, width), true, 1.0, factors);
+            let factors = [Matrix::new(weights, shape, STRIDE), value];
+            multiply(One, (output.get(), value_width), true, 1.0, factors);
         }
-        finish(&rows, output, statistics);
+        finish(&rows, output.get(), statistics);
+        output.store();
     }
 }
 
-/// Returns the weights under the tile's dropout mask: themselves, or `dropped`.
-pub(super) fn drop_weights<'a>(
-    tile: &Tile<'_>,
+/// Returns the tile's weights, from its first column on, under its dropout mask: those of the buffer
+/// `weights`, or of the buffer `dropped`.
+pub(super) fn drop_weights<'a, E: KernelFloat>(
+    tile: &Tile<'_, E>,
     weights: &'a [f32],
     dropped: &'a mut [f32],
 ) -> &'a [f32] {
-    let Some((mask, number)) = tile.mask() else { return weights };
+    let column = tile.column();
+    let Some((mask, number)) = tile.mask() else { return &weights[column..] };
     for query in 0..tile.queries.len() {
-        let row = query * STRIDE..query * STRIDE + tile.keys.len();
+        let row = query * STRIDE..query * STRIDE + column + tile.keys.len();
         dropout::dropout_over(&weights[row.clone()], &mut dropped[row], &mask, number(query));
     }
-    dropped
+    &dropped[column..]
 }
 
 /// Running statistics of the rows of a tile's queries.
@@ -90,24 +115,33 @@ struct Rows {
     sums: [f32; QUERIES],
 }
 
+/// Returns the scores of a row from the first key that its query sees to the last. The others become 0.
+#[inline(always)]
+pub(super) fn split_hidden(row: &mut [f32], [first, end]: [usize; 2]) -> &mut [f32] {
+    let (row, after) = row.split_at_mut(end);
+    let (before, seen) = row.split_at_mut(first);
+    before.fill(0.0);
+    after.fill(0.0);
+    seen
+}
+
 /// Replaces the scores of `visible.len()` rows of `keys` elements by their exponentials, each less the
 /// row's largest score so far. Multiplies the rows of `output` and the sums by what the larger maximum
 /// requires. Keys that a query does not see have weight 0.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
 fn weigh(
     scores: &mut [f32],
-    visible: &[usize],
+    visible: &[[usize; 2]],
     keys: usize,
     bias: Option<&[f32]>,
     rows: &mut Rows,
     output: &mut [f32],
 ) {
     let width = output.len() / visible.len();
-    for (row, &visible) in visible.iter().enumerate() {
-        let (seen, hidden) = scores[row * STRIDE..][..keys].split_at_mut(visible);
-        hidden.fill(0.0);
+    for (row, &[first, end]) in visible.iter().enumerate() {
+        let seen = split_hidden(&mut scores[row * STRIDE..][..keys], [first, end]);
         if let Some(bias) = bias {
-            seen.iter_mut().zip(bias).for_each(|(score, bias)| *score += bias);
+            seen.iter_mut().zip(&bias[first..]).for_each(|(score, bias)| *score += bias);
         }
         let (before, found) = (rows.tops[row], row_max(seen));
         let top = if found > before { found } else { before };

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::attention::{AttentionRule, MASK_ROWS};
+use crate::attention::{AttentionRule, KeyRanges, MASK_ROWS};
 use crate::flex::product::Matrix;
 use crate::mask::{BATCH, MaskSource};
 
@@ -17,7 +17,10 @@ pub(super) const STRIDE: usize = KEYS + 16;
 /// Lengths of the dimensions.
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
+    /// Heads of the queries of one row of the batch.
     pub(super) heads: usize,
+    /// Heads of the queries that share a head of the keys and values.
+    pub(super) group: usize,
     pub(super) queries: usize,
     pub(super) keys: usize,
     /// Elements of a query and a key.
@@ -28,97 +31,103 @@ pub(super) struct Sizes {
 
 /// One attention on contiguous tensors.
 #[derive(Clone, Copy)]
-pub(super) struct Problem<'a> {
+pub(super) struct Problem<'a, E> {
     pub(super) sizes: Sizes,
-    pub(super) query: &'a [f32],
-    pub(super) key: &'a [f32],
-    pub(super) value: &'a [f32],
+    pub(super) query: &'a [E],
+    pub(super) key: &'a [E],
+    pub(super) value: &'a [E],
     /// Number to add to all scores of a key, `[batch, keys]`: 0 or negative infinity.
     pub(super) bias: Option<&'a [f32]>,
     pub(super) rule: &'a AttentionRule,
 }
 
-/// The part of a [`Problem`] that belongs to one head of one batch element.
+/// The part of a [`Problem`] that belongs to one head of the queries, in one row of the batch.
 #[derive(Clone, Copy)]
-pub(super) struct Head<'a> {
+pub(super) struct Head<'a, E> {
     pub(super) sizes: Sizes,
-    pub(super) query: &'a [f32],
-    pub(super) key: &'a [f32],
-    pub(super) value: &'a [f32],
+    /// Number of the head over all rows of the batch.
+    pub(super) number: usize,
+    query: &'a [E],
+    key: &'a [E],
+    value: &'a [E],
     bias: Option<&'a [f32]>,
-    rule: &'a AttentionRule,
-    /// Number of the head over all batch elements.
-    number: usize,
+    ranges: KeyRanges<'a>,
+    /// Row of the batch.
+    row: usize,
 }
 
-impl<'a> Problem<'a> {
-    /// Returns the head of this number, counted over all batch elements.
-    pub(super) fn head(&self, number: usize) -> Head<'a> {
-        let Sizes { heads, queries, keys, width, value_width } = self.sizes;
-        let of_batch = number / heads * keys;
+impl<'a, E: Copy> Problem<'a, E> {
+    /// Returns the head of this number, counted over all rows of the batch.
+    pub(super) fn head(&self, number: usize) -> Head<'a, E> {
+        let Sizes { heads, group, queries, keys, width, value_width } = self.sizes;
+        let (row, key_head) = (number / heads, number / group);
         Head {
             sizes: self.sizes,
-            query: &self.query[number * queries * width..][..queries * width],
-            key: &self.key[number * keys * width..][..keys * width],
-            value: &self.value[number * keys * value_width..][..keys * value_width],
-            bias: self.bias.map(|bias| &bias[of_batch..][..keys]),
-            rule: self.rule,
             number,
+            query: &self.query[number * queries * width..][..queries * width],
+            key: &self.key[key_head * keys * width..][..keys * width],
+            value: &self.value[key_head * keys * value_width..][..keys * value_width],
+            bias: self.bias.map(|bias| &bias[row * keys..][..keys]),
+            ranges: KeyRanges::new(self.rule, [queries, keys]),
+            row,
         }
     }
 }
 
-impl<'a> Head<'a> {
+impl<'a, E: Copy> Head<'a, E> {
     /// Returns the factor of the scores.
     pub(super) fn scale(&self) -> f32 {
-        self.rule.scale as f32
-    }
-
-    /// Returns the number of keys that a query sees: all, or under `causal` those up to its own
-    /// position, where the last query has the position of the last key.
-    fn visible(&self, query: usize) -> usize {
-        let Sizes { queries, keys, .. } = self.sizes;
-        if self.rule.causal { (query + 1 + keys).saturating_sub(queries).min(keys) } else { keys }
+        self.ranges.rule().scale as f32
     }
 
     /// Returns the tiles of queries.
-    pub(super) fn query_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+    pub(super) fn query_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<E> {
         let queries = self.sizes.queries;
         (0..queries).step_by(QUERIES).map(move |start| start..(start + QUERIES).min(queries))
     }
 
-    /// Returns the tiles of these queries and the keys that some of them see.
-    pub(super) fn tiles(&self, queries: Range<usize>) -> impl Iterator<Item = Tile<'a>> {
-        let keys = self.visible(queries.end - 1);
-        let tile = move |start| Tile::new(*self, queries.clone(), start..(start + KEYS).min(keys));
-        (0..keys).step_by(KEYS).map(tile)
+    /// Returns the elements of queries.
+    pub(super) fn query(&self, queries: &Range<usize>) -> &'a [E] {
+        rows(self.query, queries, self.sizes.width)
+    }
+
+    /// Returns the tiles of these queries with the keys that some of them see. A query tile that sees no key
+    /// has none.
+    pub(super) fn tiles(&self, queries: &Range<usize>) -> impl Iterator<Item = Tile<'a, E>> {
+        let (head, queries) = (*self, queries.clone());
+        let numbers = 0..self.sizes.keys.div_ceil(KEYS);
+        numbers.filter_map(move |number| head.tile(&queries, number))
+    }
+
+    /// Returns the tile of these queries with those of the keys from `number · KEYS` to `(number + 1) · KEYS`
+    /// that lie between the first and the last key that some of the queries see. Returns `None` if no query
+    /// sees any.
+    pub(super) fn tile(&self, queries: &Range<usize>, number: usize) -> Option<Tile<'a, E>> {
+        let seen = self.ranges.of_queries(self.row..self.row + 1, queries.clone());
+        let keys = seen.start.max(number * KEYS)..seen.end.min((number + 1) * KEYS);
+        let is_padding = |bias: &[f32]| bias.iter().all(|&bias| bias == f32::NEG_INFINITY);
+        if keys.is_empty() || self.bias.is_some_and(|bias| is_padding(&bias[keys.clone()])) {
+            return None;
+        }
+        Some(Tile { head: *self, queries: queries.clone(), keys })
     }
 }
 
-/// Some queries of a head, and some of the keys that they see.
-pub(super) struct Tile<'a> {
-    pub(super) head: Head<'a>,
+/// Some queries of a head, and some of the keys.
+pub(super) struct Tile<'a, E> {
+    pub(super) head: Head<'a, E>,
     pub(super) queries: Range<usize>,
     pub(super) keys: Range<usize>,
 }
 
-impl<'a> Tile<'a> {
-    fn new(head: Head<'a>, queries: Range<usize>, keys: Range<usize>) -> Self {
-        Self { head, queries, keys }
-    }
-
-    /// Returns the queries, one a row.
-    pub(super) fn query(&self) -> Matrix<'a> {
-        rows(self.head.query, &self.queries, self.head.sizes.width)
-    }
-
-    /// Returns the keys, one a row.
-    pub(super) fn key(&self) -> Matrix<'a> {
+impl<'a, E: Copy> Tile<'a, E> {
+    /// Returns the elements of the keys.
+    pub(super) fn key(&self) -> &'a [E] {
         rows(self.head.key, &self.keys, self.head.sizes.width)
     }
 
-    /// Returns the values, one a row.
-    pub(super) fn value(&self) -> Matrix<'a> {
+    /// Returns the elements of the values.
+    pub(super) fn value(&self) -> &'a [E] {
         rows(self.head.value, &self.keys, self.head.sizes.value_width)
     }
 
@@ -127,28 +136,45 @@ impl<'a> Tile<'a> {
         self.head.bias.map(|bias| &bias[self.keys.clone()])
     }
 
-    /// Returns how many of the tile's keys each query sees, from the first on.
-    pub(super) fn visible(&self) -> [usize; QUERIES] {
+    /// Returns the numbers of queries and keys.
+    pub(super) fn shape(&self) -> [usize; 2] {
+        [self.queries.len(), self.keys.len()]
+    }
+
+    /// Returns the column of the first key in a buffer of the tile. Columns before it have no meaning.
+    pub(super) fn column(&self) -> usize {
+        self.keys.start % KEYS
+    }
+
+    /// Returns which of the tile's keys each query sees: the first one, and the one after the last.
+    pub(super) fn visible(&self) -> [[usize; 2]; QUERIES] {
         let (start, len) = (self.keys.start, self.keys.len());
-        let mut visible = [0; QUERIES];
+        let mut visible = [[0; 2]; QUERIES];
         for (visible, query) in visible.iter_mut().zip(self.queries.clone()) {
-            *visible = self.head.visible(query).saturating_sub(start).min(len);
+            let seen = self.head.ranges.of_query(self.head.row, query);
+            *visible = [seen.start, seen.end].map(|key| key.saturating_sub(start).min(len));
         }
         visible
     }
 
     /// Returns the source of the tile's dropout mask, and for each query the number of the mask's
-    /// element that belongs to the tile's first key.
-    pub(super) fn mask(&self) -> Option<(MaskSource, impl Fn(usize) -> usize)> {
-        let source = self.head.rule.dropout?.of_block(self.queries.start / MASK_ROWS);
+    /// element that belongs to column 0 of a buffer.
+    pub(super) fn mask(&self) -> Option<(MaskSource, impl Fn(usize) -> usize + use<E>)> {
+        let dropout = self.head.ranges.rule().dropout?;
+        let source = dropout.of_block(self.queries.start / MASK_ROWS);
         let row = self.head.sizes.keys.next_multiple_of(BATCH);
-        let (first, start) = (self.head.number * self.queries.len(), self.keys.start);
+        let first = self.head.number * self.queries.len();
+        let start = self.keys.start - self.column();
         Some((source, move |query| (first + query) * row + start))
     }
 }
 
 /// Returns the rows in the range.
-pub(super) fn rows<'a>(elements: &'a [f32], range: &Range<usize>, width: usize) -> Matrix<'a> {
-    let elements = &elements[range.start * width..range.end * width];
-    Matrix::new(elements, [range.len(), width], width)
+pub(super) fn rows<'a, E>(elements: &'a [E], range: &Range<usize>, width: usize) -> &'a [E] {
+    &elements[range.start * width..range.end * width]
+}
+
+/// Returns the matrix of contiguous rows.
+pub(super) fn matrix(elements: &[f32], width: usize) -> Matrix<'_> {
+    Matrix::new(elements, [elements.len() / width, width], width)
 }
