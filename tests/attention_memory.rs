@@ -83,8 +83,9 @@ fn memory_grows_linearly_with_the_length() {
             peak
         });
         for (shorter, longer) in peaks.iter().zip(&peaks[1..]) {
-            let growth = *longer as f64 / *shorter as f64;
-            assert!(growth < 2.1, "{peaks:?}");
+            // The tiles may belong to the peak of the longer rows alone.
+            let most = 2.1 * *shorter as f64 + f64::from(1 << 20);
+            assert!(*longer as f64 <= most, "{peaks:?}");
         }
     }
 }

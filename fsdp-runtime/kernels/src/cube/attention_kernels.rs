@@ -55,6 +55,8 @@ struct Seen {
     first: usize,
     /// Index of the key after the last.
     end: usize,
+    /// Index of the first vector of a lane, but for those before the first key.
+    begin: usize,
 }
 
 /// Returns `query + more - fewer`, at least 0 and at most the number of keys.
@@ -68,11 +70,12 @@ fn shifted(query: usize, more: usize, fewer: usize, keys: usize) -> usize {
 #[cube]
 fn seen_keys(
     row: usize,
+    lane: usize,
     table: &Sequence<Box<[u32]>>,
     shape: &ScoreRows,
-    #[comptime] width: usize,
+    #[comptime] team: Team,
 ) -> Seen {
-    let keys = shape.count * width;
+    let keys = shape.count * comptime!(team.width);
     let query = row % shape.queries;
     let mut first = shifted(query, shape.first_more, shape.first_fewer, keys);
     let mut end = shifted(query, shape.end_more, shape.end_fewer, keys);
@@ -82,19 +85,9 @@ fn seen_keys(
         first = table[at][entry] as usize;
         end = table[at][entry + 1] as usize;
     }
-    Seen { first, end }
-}
-
-/// Returns the index of the first vector of a lane that may have keys that the row's query sees.
-#[cube]
-fn first_vector(
-    lane: usize,
-    seen: &Seen,
-    #[comptime] width: usize,
-    #[comptime] step: usize,
-    #[comptime] bounds: Bounds,
-) -> usize {
-    if comptime!(bounds.first) { seen.first / comptime!(width * step) * step + lane } else { lane }
+    // Lanes take the vectors in turn, whichever comes first.
+    let begin = first / comptime!(team.width * team.lanes) * comptime!(team.lanes) + lane;
+    Seen { first, end, begin }
 }
 
 /// Returns the elements of keys that the row's query sees, and `hidden` for the other keys. `first` is the
@@ -180,11 +173,10 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
     let row = min(own, shape.rows - 1);
     let first = row * shape.count;
     let (lane, step, width) = (own_lane(team), comptime!(team.lanes), comptime!(team.width));
-    let seen = seen_keys(row, table, &shape, width);
-    let begin = first_vector(lane, &seen, width, step, bounds);
+    let seen = seen_keys(row, lane, table, &shape, team);
 
     let mut top = Vector::<f32, N>::new(f32::MIN);
-    let mut index = begin;
+    let mut index = seen.begin;
     while index * width < seen.end {
         let score = scaled(scores[first + index], bias, row, index, &shape);
         top = max(top, of_seen(score, f32::MIN, index * width, &seen, bounds));
@@ -194,7 +186,7 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
     let tops = Vector::<f32, N>::new(top);
 
     let mut sum = Vector::<f32, N>::new(0.0f32);
-    index = begin;
+    index = seen.begin;
     while index * width < seen.end {
         let score = scaled(scores[first + index], bias, row, index, &shape);
         let weight = power(score - tops);
@@ -204,7 +196,6 @@ pub(super) fn attention_weights_kernel<F: Float, N: Size>(
     let sum = team_sum(sum, &mut shared, team);
     // A row whose keys are all hidden has the weights 0. A sum that is NaN stays.
     let sum = select(sum < f32::MIN_POSITIVE, f32::MIN_POSITIVE.runtime(), sum);
-
     if own < shape.rows {
         let factor = Vector::<f32, N>::new(1.0f32 / sum);
         index = lane;
@@ -246,13 +237,12 @@ pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
     let row = min(own, shape.rows - 1);
     let first = row * shape.count;
     let (lane, step, width) = (own_lane(team), comptime!(team.lanes), comptime!(team.width));
-    let seen = seen_keys(row, table, &shape, width);
-    let begin = first_vector(lane, &seen, width, step, bounds);
+    let seen = seen_keys(row, lane, table, &shape, team);
     let query = row / shape.queries * shape.all_queries + shape.first_query + row % shape.queries;
     let logs = Vector::<f32, N>::new(statistics[query]);
 
     let mut sum = Vector::<f32, N>::new(0.0f32);
-    let mut index = begin;
+    let mut index = seen.begin;
     while index * width < seen.end {
         let score = scaled(scores[first + index], bias, row, index, &shape);
         let weight = masked(power(score - logs), mask, row, index, &shape);
