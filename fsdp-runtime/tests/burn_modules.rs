@@ -113,6 +113,7 @@ fn norms() {
     assert_agrees(fsdp_runtime::nn::LayerNormConfig::new(2).init(device), 2);
     assert_agrees(fsdp_runtime::nn::LayerNormConfig::new(2).with_bias(false).init(device), 1);
     assert_agrees(RmsNormConfig::new(2).init(device), 1);
+    assert_agrees(fsdp_runtime::nn::RmsNormConfig::new(2).init(device), 1);
     assert_agrees(BatchNormConfig::new(2).init(device), 2);
     assert_agrees(GroupNormConfig::new(1, 2).init(device), 2);
     assert_agrees(InstanceNormConfig::new(2).init(device), 2);
@@ -130,6 +131,7 @@ fn attention_and_transformers() {
     assert_agrees(TransformerDecoderConfig::new(4, 8, 2, 2).init(device), 2 * 26);
     assert_agrees(PositionalEncodingConfig::new(4).init(device), 0);
     assert_agrees(RotaryEncodingConfig::new(8, 4).init(device), 0);
+    assert_agrees(fsdp_runtime::nn::RotaryEncodingConfig::new(8, 4).init(device), 0);
 }
 
 #[test]
@@ -146,6 +148,8 @@ fn activations() {
     let device = &Device::default();
     assert_agrees(PReluConfig::new().init(device), 1);
     assert_agrees(SwiGluConfig::new(2, 3).init(device), 2);
+    assert_agrees(fsdp_runtime::nn::SwiGluConfig::new(2, 3).init(device), 2);
+    assert_agrees(fsdp_runtime::nn::SwiGluConfig::new(2, 3).with_bias(true).init(device), 4);
     assert_agrees(ActivationConfig::Gelu.init(device), 0);
     assert_agrees(ActivationConfig::SwiGlu(SwiGluConfig::new(2, 3)).init(device), 2);
     assert_agrees(DropoutConfig::new(0.1).init(), 0);

@@ -24,8 +24,12 @@ mod kernels {
     mod means;
     mod norms;
     mod random;
+    mod residual_norms;
+    mod rms_norm;
+    mod rotary;
     mod rows;
     mod softmax;
     mod steps;
+    mod swiglu;
     mod wrong_use;
 }

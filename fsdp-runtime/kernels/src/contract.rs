@@ -10,7 +10,11 @@ use super::batched_steps::StepBatch;
 use super::cross_entropy::{self, LossResults, LossRule, LossTensors};
 use super::linear::{self, LinearActivation};
 use super::mask::MaskSource;
+use super::normalization::{
+    NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
+};
 use super::random_rounding::RandomRounding;
+use super::rotary::{RotaryRule, RotaryTensors};
 use super::update_rules::{AdamStep, SgdStep};
 use crate::StorageType;
 use crate::norm::Norm;
@@ -117,29 +121,40 @@ pub trait Kernels: Backend {
         linear::weight_gradient::<Self>(input, grad, |tensor| cast::<Self>(tensor, dtype))
     }
 
-    /// Normalises each row of the last dimension to mean 0 and variance 1, then multiplies it by
-    /// `gamma` and adds `beta`. Means and variances are in f32; `epsilon` is added to the variance.
-    ///
-    /// The tensor has at least one element. `gamma` and `beta` have its dtype and a row's length. Flex
-    /// takes f32 only, here and in the other functions on rows.
-    fn layer_norm(
-        tensor: Float<Self>,
-        gamma: Float<Self>,
-        beta: Option<Float<Self>>,
-        epsilon: f32,
-    ) -> Float<Self>;
+    /// Returns `gate · σ(gate) · up` for each element, where σ is the logistic function. Both have one shape
+    /// and dtype.
+    fn swiglu(gate: Float<Self>, up: Float<Self>) -> Float<Self>;
 
-    /// Returns the gradients of the tensor, of `gamma` and of `beta`, given that of the result of
-    /// [`layer_norm`](Self::layer_norm). Sums are in f32.
-    fn layer_norm_backward(
-        tensor: Float<Self>,
-        gamma: Float<Self>,
-        grad: Float<Self>,
-        epsilon: f32,
-    ) -> [Float<Self>; 3];
+    /// Returns the gradients of `gate` and `up`, given that of the result of [`swiglu`](Self::swiglu).
+    fn swiglu_backward(gate: Float<Self>, up: Float<Self>, grad: Float<Self>) -> [Float<Self>; 2];
+
+    /// Divides each row of the last dimension by the root of its mean square, after it has subtracted the
+    /// row's mean if the rule says so. Then multiplies it by `gamma` and adds `beta`. If there is a
+    /// residual, it is added to the input first. Computed in f32.
+    fn normalize(
+        tensors: NormalizationTensors<Float<Self>>,
+        rule: &NormalizationRule,
+    ) -> Normalized<Float<Self>>;
+
+    /// Returns the gradients of the input, of `gamma` and, if rows are centered, of `beta`, given those
+    /// of the results of [`normalize`](Self::normalize). The gradient of a residual is that of the
+    /// input. Sums are in f32.
+    fn normalize_backward(
+        tensors: NormalizationGrads<Float<Self>>,
+        rule: &NormalizationRule,
+    ) -> Vec<Float<Self>>;
+
+    /// Rotates the pairs of elements of each row by the angles of its position: `(a, b)` becomes
+    /// `(a · cos - b · sin, b · cos + a · sin)`. Computed in f32. The result is contiguous, and the input
+    /// need not be.
+    ///
+    /// Positions beyond the table panic on Flex. On CubeCL devices, whose positions the host does not
+    /// read, their rows are NaN.
+    fn rotate(tensors: RotaryTensors<Float<Self>>, rule: &RotaryRule) -> Float<Self>;
 
     /// Returns the softmax of each row of the last dimension. Its sum is in f32. A row with a NaN, and
-    /// one whose largest element is infinite, is all NaN. The tensor has at least one element.
+    /// one whose largest element is infinite, is all NaN. The tensor has at least one element. Flex takes
+    /// f32 only.
     fn softmax(tensor: Float<Self>) -> Float<Self>;
 
     /// Returns the gradient of the tensor that [`softmax`](Self::softmax) was applied to, given the

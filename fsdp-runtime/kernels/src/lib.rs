@@ -1,6 +1,6 @@
 //! Kernels of [`fsdp-runtime`](https://docs.rs/fsdp-runtime): casts, copies into and out of flat
-//! buffers, codes in 8 and 4 bits, means, partial sums of norms, dropout, GELU, layer norm, softmax,
-//! attention, cross-entropy, and the update rules of optimizers.
+//! buffers, codes in 8 and 4 bits, means, partial sums of norms, dropout, GELU, SwiGLU, layer norm, RMS
+//! norm, rotary positions, softmax, attention, cross-entropy, and the update rules of optimizers.
 //!
 //! [`Kernels`] is the contract. It has an implementation for Flex, Burn's CPU backend (module `flex`), and
 //! one for CubeCL devices (module `cube`). The crate knows nothing of units, ranks or options.
@@ -28,10 +28,12 @@ mod ignore_poison;
 mod linear;
 mod mask;
 mod norm;
+mod normalization;
 pub mod philox;
 mod random_rounding;
 #[cfg(feature = "flex")]
 pub mod read_only;
+mod rotary;
 mod storage_type;
 mod support;
 mod tensor;
@@ -47,7 +49,11 @@ pub use self::ignore_poison::IgnorePoison;
 pub use self::linear::LinearActivation;
 pub use self::mask::MaskSource;
 pub use self::norm::{InvalidNorm, Norm};
+pub use self::normalization::{
+    NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
+};
 pub use self::random_rounding::RandomRounding;
+pub use self::rotary::{RotaryRule, RotaryTensors};
 pub use self::storage_type::StorageType;
 pub use self::support::{computes, has_kernels};
 pub use self::tensor::{Float, Tracked};

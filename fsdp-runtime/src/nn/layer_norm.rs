@@ -4,7 +4,7 @@ use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param};
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::backend::ops::layer_norm_tracked;
+use crate::backend::ops::{NormalizationInputs, NormalizationRule, normalize_tracked};
 use crate::module::{FsdpModule, Node, ParamMapper, ParamVisitor};
 
 /// Configuration of a [`LayerNorm`] layer. Its fields and defaults are those of
@@ -37,11 +37,10 @@ impl LayerNormConfig {
 /// row. Source: Ba, Kiros and Hinton, [*Layer Normalization*](https://arxiv.org/abs/1607.06450), 2016.
 ///
 /// The layer replaces `burn::nn::LayerNorm`: records, checkpoint keys (`weight` and `bias`) and results,
-/// but for rounding, are the same. One kernel computes it and two its gradients, for f32 tensors on Flex
-/// and for f32, bf16 and f16 tensors on CubeCL devices. The kernels compute in f32. For other dtypes and
-/// devices, for inputs without elements, and if input and parameters differ in dtype, the layer calls
-/// Burn's [`layer_norm`](burn::tensor::module::layer_norm), whose gradient is made of about twenty
-/// operations.
+/// but for rounding, are the same. One kernel computes it and two its gradients, for tensors of f32, bf16
+/// and f16. The kernels compute in f32. For other dtypes and devices, for inputs without elements, and if
+/// input and parameters differ in dtype, the layer calls Burn's
+/// [`layer_norm`](burn::tensor::module::layer_norm), whose gradient is made of about twenty operations.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct LayerNorm {
@@ -64,11 +63,54 @@ impl LayerNorm {
     ///
     /// If the last dimension of the input is not `d_model`.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let (gamma, beta) = self.checked_params(&input);
+        let kernel = self.kernel(&input, None, &gamma, beta.as_ref()).map(|(output, _)| output);
+        kernel.unwrap_or_else(|| composed(input, gamma, beta, self.epsilon))
+    }
+
+    /// Applies the layer to the sum of `input` and `residual`, and returns the result and the sum, as
+    /// [`RmsNorm::forward_residual`](super::RmsNorm::forward_residual) does.
+    ///
+    /// # Shapes
+    ///
+    /// - input, residual and both outputs: `[.., d_model]`
+    ///
+    /// # Panics
+    ///
+    /// If the last dimension of the input is not `d_model`, or if the residual has another shape.
+    pub fn forward_residual<const D: usize>(
+        &self,
+        input: Tensor<D>,
+        residual: Tensor<D>,
+    ) -> (Tensor<D>, Tensor<D>) {
+        let (gamma, beta) = self.checked_params(&input);
+        assert_eq!(input.dims(), residual.dims(), "the residual must have the input's shape");
+        let kernel = self.kernel(&input, Some(&residual), &gamma, beta.as_ref());
+        if let Some((output, Some(sum))) = kernel {
+            return (output, sum);
+        }
+        let sum = input + residual;
+        (composed(sum.clone(), gamma, beta, self.epsilon), sum)
+    }
+
+    /// Returns gamma and beta. Panics if an input has rows of another length.
+    fn checked_params<const D: usize>(&self, input: &Tensor<D>) -> (Tensor<1>, Option<Tensor<1>>) {
         let (gamma, beta) = (self.gamma.val(), self.beta.as_ref().map(Param::val));
         let ([d_model], last) = (gamma.dims(), input.dims()[D - 1]);
         assert_eq!(last, d_model, "the last dimension of the input must be `d_model`");
-        layer_norm_tracked(&input, &gamma, beta.as_ref(), self.epsilon)
-            .unwrap_or_else(|| composed(input, gamma, beta, self.epsilon))
+        (gamma, beta)
+    }
+
+    /// Normalizes with a kernel, if there is one for these tensors.
+    fn kernel<const D: usize>(
+        &self,
+        input: &Tensor<D>,
+        residual: Option<&Tensor<D>>,
+        gamma: &Tensor<1>,
+        beta: Option<&Tensor<1>>,
+    ) -> Option<(Tensor<D>, Option<Tensor<D>>)> {
+        let rule = NormalizationRule { centered: true, epsilon: self.epsilon as f32 };
+        normalize_tracked(&NormalizationInputs { input, residual, gamma, beta }, rule)
     }
 }
 

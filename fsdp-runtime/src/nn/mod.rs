@@ -1,5 +1,6 @@
-//! Layers and functions that replace Burn's: dropout that is reproducible on every engine, and layer
-//! normalization, softmax, GELU, attention and the loss of a language model with kernels of their own.
+//! Layers and functions that replace Burn's: dropout that is reproducible on every engine, and layer norm,
+//! RMS norm, rotary positions, softmax, GELU, SwiGLU, attention and the loss of a language model with kernels
+//! of their own.
 #![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::layers) is about this module.")]
 
 mod attention;
@@ -9,7 +10,10 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod recompute;
+mod rms_norm;
+mod rotary;
 mod softmax;
+mod swiglu;
 
 pub use self::attention::{AttentionOptions, attention, attention_bytes};
 pub use self::dropout::{Dropout, DropoutConfig};
@@ -20,4 +24,9 @@ pub use self::linear_cross_entropy::{
     LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy, linear_cross_entropy_bytes,
 };
 pub use self::recompute::recompute;
+pub use self::rms_norm::{RmsNorm, RmsNormConfig};
+pub use self::rotary::{
+    RotaryEncoding, RotaryEncodingConfig, RotaryPairs, RotaryScaling, YarnScaling,
+};
 pub use self::softmax::softmax;
+pub use self::swiglu::{SwiGlu, SwiGluConfig, swiglu};

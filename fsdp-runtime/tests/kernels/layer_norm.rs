@@ -5,7 +5,7 @@ use burn::tensor::module::layer_norm;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::nn::{LayerNorm, LayerNormConfig};
 
-use super::rows::{assert_rounded, for_all, matrix};
+use super::rows::{assert_rounded, for_all_dtypes, matrix};
 use super::support::{device, devices, elements_of, exact};
 
 const EPSILON: f64 = 1e-5;
@@ -56,7 +56,7 @@ fn tensors(shape: [usize; 2], bias: bool, device: &Device, dtype: FloatDType) ->
 #[test]
 fn values_and_gradients_are_exact() {
     for device in devices() {
-        for_all(&device, |dtype, shape| {
+        for_all_dtypes(&device, |dtype, shape| {
             for bias in [true, false] {
                 let of_kernel = tensors(shape, bias, &device, dtype);
                 let weights = matrix(shape, 1.0, 4, &device, dtype);

@@ -9,10 +9,19 @@ const ROWS: [usize; 3] = [1, 3, 200];
 /// Lengths of rows: one element, less than a vector, whole vectors, vectors of two sizes.
 const WIDTHS: [usize; 6] = [1, 7, 64, 100, 768, 1000];
 
-/// Calls `f` with every shape, and with every dtype that the device has kernels for.
+/// Calls `f` with every shape, and with f32 on Flex and every dtype that other devices support.
 pub fn for_all(device: &Device, f: impl Fn(FloatDType, [usize; 2])) {
     let of_kernels = |dtype: &FloatDType| *dtype == FloatDType::F32 || *device != Device::flex();
-    for dtype in dtypes(device).filter(of_kernels) {
+    for_shapes(dtypes(device).filter(of_kernels), f);
+}
+
+/// Calls `f` with every shape, and with every dtype that the device supports.
+pub fn for_all_dtypes(device: &Device, f: impl Fn(FloatDType, [usize; 2])) {
+    for_shapes(dtypes(device), f);
+}
+
+fn for_shapes(dtypes: impl Iterator<Item = FloatDType>, f: impl Fn(FloatDType, [usize; 2])) {
+    for dtype in dtypes {
         for (rows, width) in ROWS.into_iter().flat_map(|rows| WIDTHS.map(|width| (rows, width))) {
             f(dtype, [rows, width]);
         }

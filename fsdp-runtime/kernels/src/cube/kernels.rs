@@ -11,8 +11,8 @@ use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{
-    copy, decode, dropout, encode, gelu, layer_norm, linear, mean, optim, random_rounding, softmax,
-    sums,
+    copy, decode, dropout, encode, gelu, linear, mean, normalization, optim, random_rounding,
+    rotary, softmax, sums, swiglu,
 };
 use crate::StorageType;
 use crate::accesses;
@@ -22,7 +22,11 @@ use crate::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
 use crate::linear::LinearActivation;
 use crate::mask::MaskSource;
 use crate::norm::Norm;
+use crate::normalization::{
+    NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
+};
 use crate::random_rounding::RandomRounding;
+use crate::rotary::{RotaryRule, RotaryTensors};
 use crate::update_rules::{AdamStep, SgdStep};
 
 impl Kernels for CubeBackend {
@@ -122,22 +126,30 @@ impl Kernels for CubeBackend {
         linear::weight_gradient(input, grad, dtype)
     }
 
-    fn layer_norm(
-        tensor: CubeTensor,
-        gamma: CubeTensor,
-        beta: Option<CubeTensor>,
-        epsilon: f32,
-    ) -> CubeTensor {
-        layer_norm::forward(tensor, gamma, beta, epsilon)
+    fn swiglu(gate: CubeTensor, up: CubeTensor) -> CubeTensor {
+        swiglu::forward(gate, up)
     }
 
-    fn layer_norm_backward(
-        tensor: CubeTensor,
-        gamma: CubeTensor,
-        grad: CubeTensor,
-        epsilon: f32,
-    ) -> [CubeTensor; 3] {
-        layer_norm::backward(tensor, gamma, grad, epsilon)
+    fn swiglu_backward(gate: CubeTensor, up: CubeTensor, grad: CubeTensor) -> [CubeTensor; 2] {
+        swiglu::backward(gate, up, grad)
+    }
+
+    fn normalize(
+        tensors: NormalizationTensors<CubeTensor>,
+        rule: &NormalizationRule,
+    ) -> Normalized<CubeTensor> {
+        normalization::forward(tensors, rule)
+    }
+
+    fn normalize_backward(
+        tensors: NormalizationGrads<CubeTensor>,
+        rule: &NormalizationRule,
+    ) -> Vec<CubeTensor> {
+        normalization::backward(tensors, rule)
+    }
+
+    fn rotate(tensors: RotaryTensors<CubeTensor>, rule: &RotaryRule) -> CubeTensor {
+        rotary::rotate(tensors, rule)
     }
 
     fn softmax(tensor: CubeTensor) -> CubeTensor {

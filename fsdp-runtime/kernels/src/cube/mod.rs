@@ -23,21 +23,23 @@ mod gelu;
 mod iota;
 mod kernels;
 mod launch;
-mod layer_norm;
-mod layer_norm_kernels;
 mod linear;
 mod mean;
+mod normalization;
+mod normalization_kernels;
 mod optim;
 mod philox;
 #[cfg(all(test, feature = "cuda"))]
 mod ptx_tests;
 mod random_rounding;
+mod rotary;
 mod rounding;
 mod rows;
 mod softmax;
 mod span;
 mod sum_kernels;
 mod sums;
+mod swiglu;
 mod tensors;
 mod tile;
 

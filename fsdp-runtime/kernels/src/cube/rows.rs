@@ -162,8 +162,8 @@ mod tests {
     use burn::tensor::{DType, Shape, TensorData};
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use crate::Kernels;
     use crate::tensor::Float;
+    use crate::{Kernels, NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized};
     use crate::{cast, to_data};
 
     /// Returns pseudo-random multiples of 1/64 up to 2, which are exact in f16.
@@ -187,10 +187,23 @@ mod tests {
     ) -> Vec<Vec<f32>> {
         let matrix = |seed| tensor::<B>(device, &[rows, len], seed, dtype);
         let row = |seed| tensor::<B>(device, &[len], seed, dtype);
-        let mut results: Vec<Float<B>> =
-            B::layer_norm_backward(matrix(1), row(2), matrix(4), 1e-3).into();
-        results.push(<B as Kernels>::layer_norm(matrix(1), row(2), None, 1e-3));
-        results.push(<B as Kernels>::layer_norm(matrix(1), row(2), Some(row(3)), 1e-3));
+        let mut results = Vec::new();
+        for (centered, bias, residual) in
+            [(true, false, false), (true, true, true), (false, false, false), (false, false, true)]
+        {
+            let rule = NormalizationRule { centered, epsilon: 1e-3 };
+            let second = |seed| residual.then(|| matrix(seed));
+            let (gamma, beta) = (row(2), bias.then(|| row(3)));
+            let tensors =
+                NormalizationTensors { input: matrix(1), residual: second(5), gamma, beta };
+            let Normalized { output, sum } = B::normalize(tensors, &rule);
+            results.extend([output].into_iter().chain(sum));
+            let (grad, sum_grad) = (matrix(4), second(6));
+            let tensors = NormalizationGrads { input: matrix(1), gamma: row(2), grad, sum_grad };
+            let gradients = B::normalize_backward(tensors, &rule);
+            assert_eq!(gradients.len(), if centered { 3 } else { 2 });
+            results.extend(gradients);
+        }
         results.push(<B as Kernels>::softmax(matrix(1)));
         results.push(B::softmax_backward(matrix(1), matrix(4)));
         assert!(results.iter().all(|result| result.dtype() == dtype));

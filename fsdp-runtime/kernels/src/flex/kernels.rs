@@ -15,8 +15,8 @@ use super::loops::{self, convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
 use super::product::Threads;
 use super::{
-    attention, cross_entropy, decode, dropout, gelu, layer_norm, linear, product, random_rounding,
-    softmax, sums,
+    attention, cross_entropy, decode, dropout, gelu, linear, normalization, product,
+    random_rounding, rotary, softmax, sums, swiglu,
 };
 use crate::StorageType;
 use crate::attention::{AttentionRule, AttentionTensors, composed};
@@ -27,7 +27,11 @@ use crate::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
 use crate::linear::{self as composed_linear, LinearActivation};
 use crate::mask::MaskSource;
 use crate::norm::Norm;
+use crate::normalization::{
+    NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
+};
 use crate::random_rounding::RandomRounding;
+use crate::rotary::{RotaryRule, RotaryTensors};
 use crate::update_rules::{self, AdamStep, SgdStep};
 
 /// Returns the tensor if it is contiguous, else a contiguous copy.
@@ -289,22 +293,30 @@ impl Kernels for Flex {
         }
     }
 
-    fn layer_norm(
-        tensor: FlexTensor,
-        gamma: FlexTensor,
-        beta: Option<FlexTensor>,
-        epsilon: f32,
-    ) -> FlexTensor {
-        layer_norm::forward(&tensor, &gamma, beta.as_ref(), epsilon)
+    fn swiglu(gate: FlexTensor, up: FlexTensor) -> FlexTensor {
+        swiglu::forward(&gate, &up)
     }
 
-    fn layer_norm_backward(
-        tensor: FlexTensor,
-        gamma: FlexTensor,
-        grad: FlexTensor,
-        epsilon: f32,
-    ) -> [FlexTensor; 3] {
-        layer_norm::backward(&tensor, &gamma, &grad, epsilon)
+    fn swiglu_backward(gate: FlexTensor, up: FlexTensor, grad: FlexTensor) -> [FlexTensor; 2] {
+        swiglu::backward(&gate, &up, &grad)
+    }
+
+    fn normalize(
+        tensors: NormalizationTensors<FlexTensor>,
+        rule: &NormalizationRule,
+    ) -> Normalized<FlexTensor> {
+        normalization::forward(&tensors, rule)
+    }
+
+    fn normalize_backward(
+        tensors: NormalizationGrads<FlexTensor>,
+        rule: &NormalizationRule,
+    ) -> Vec<FlexTensor> {
+        normalization::backward(&tensors, rule)
+    }
+
+    fn rotate(tensors: RotaryTensors<FlexTensor>, rule: &RotaryRule) -> FlexTensor {
+        rotary::rotate(&tensors, rule)
     }
 
     fn softmax(tensor: FlexTensor) -> FlexTensor {

@@ -43,24 +43,47 @@ pub(super) fn new_tensor_in_parts<E: Element, R: Send>(
     part_len: usize,
     task: impl for<'a> Fn(usize, &'a mut Uninit<E>) -> (&'a mut [E], R) + Sync,
 ) -> (FlexTensor, Vec<R>) {
+    let ([tensor], results) = new_tensors_in_parts(shape, part_len, |at, [part]| {
+        let (part, result) = task(at, part);
+        ([part], result)
+    });
+    (tensor, results)
+}
+
+/// Returns `N` tensors of one shape like [`new_tensor_in_parts`]. `task` receives the parts of all of
+/// them at the same elements.
+///
+/// # Panics
+///
+/// If `task` returns other slices than the parts, or if `part_len` is 0.
+pub(super) fn new_tensors_in_parts<E: Element, R: Send, const N: usize>(
+    shape: Shape,
+    part_len: usize,
+    task: impl for<'a> Fn(usize, [&'a mut Uninit<E>; N]) -> ([&'a mut [E]; N], R) + Sync,
+) -> ([FlexTensor; N], Vec<R>) {
     let numel = shape.num_elements();
-    let mut elements: Vec<E> = Vec::with_capacity(numel);
-    let spare = &mut elements.spare_capacity_mut()[..numel];
-    let write = |at: usize, part: &mut Uninit<E>| {
-        let expected = (part.as_ptr().addr(), part.len());
-        let (written, result) = task(at, part);
-        let written = (written.as_ptr().addr(), written.len());
-        assert_eq!(written, expected, "a task returns the part that it was given");
+    let mut elements: [Vec<E>; N] = std::array::from_fn(|_| Vec::with_capacity(numel));
+    let spare = elements.each_mut().map(|elements| &mut elements.spare_capacity_mut()[..numel]);
+    let write = |(index, parts): (usize, [&mut Uninit<E>; N])| {
+        let expected = parts.each_ref().map(|part| (part.as_ptr().addr(), part.len()));
+        let (written, result) = task(index * part_len, parts);
+        let written = written.map(|part| (part.as_ptr().addr(), part.len()));
+        assert_eq!(written, expected, "a task returns the parts that it was given");
         result
     };
     let results = if numel <= part_len {
-        vec![write(0, spare)]
+        vec![write((0, spare))]
     } else {
-        let parts = spare.par_chunks_mut(part_len).enumerate();
-        parts.map(|(index, part)| write(index * part_len, part)).collect()
+        let mut chunks = spare.map(|spare| spare.chunks_mut(part_len));
+        let next = |_| chunks.each_mut().map(|chunks| chunks.next().unwrap_or_default());
+        let parts: Vec<_> = (0..numel.div_ceil(part_len)).map(next).collect();
+        parts.into_par_iter().enumerate().map(write).collect()
     };
-    // SAFETY: the capacity is at least `numel`. A task can return a `&mut [E]` to its part only if
-    // the part is initialised, and the tasks returned such references to all `numel` elements.
-    unsafe { elements.set_len(numel) };
-    (FlexTensor::from_data(TensorData::new(elements, shape)), results)
+    let tensors = elements.map(|mut elements| {
+        // SAFETY: the capacity is at least `numel`. A task can return a `&mut [E]` to its part only if
+        // the part is initialised, and the tasks returned such references to all `numel` elements.
+        unsafe { elements.set_len(numel) };
+        FlexTensor::from_data(TensorData::new(elements, shape.clone()))
+    });
+    (tensors, results)
 }

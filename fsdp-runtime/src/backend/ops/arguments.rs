@@ -5,11 +5,11 @@ use std::ops::Range;
 use burn::backend::Backend;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::Ops;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, DispatchTensor, Tensor};
 use fsdp_kernels::{Float, Tracked, takes};
 
 use super::error::KernelError;
-use crate::backend::model_backend::{FloatTensor, ModelBackend, is_flex};
+use crate::backend::model_backend::{AutodiffContext, FloatTensor, ModelBackend, is_flex};
 
 /// Takes a flat tensor out of Burn's dispatch type, without its autodiff node.
 pub(super) fn take<B: ModelBackend>(tensor: Tensor<1>) -> Result<Float<B>, KernelError> {
@@ -91,6 +91,35 @@ pub(super) fn apply<B: ModelBackend, const D: usize>(
         FloatTensor::Autodiff(value, context) => FloatTensor::Autodiff(tracked(value), context),
     };
     Ok(Tensor::from_dispatch(B::into_dispatch(value)))
+}
+
+/// Tensors of one device, taken out of Burn's dispatch type.
+pub(super) enum Taken<B: ModelBackend> {
+    /// Tensors of a device without autodiff.
+    Plain(Vec<Float<B>>),
+    /// Tensors of an autodiff device, tracked or not.
+    Autodiff(Vec<Tracked<B>>, AutodiffContext),
+}
+
+/// Takes at least one tensor out of Burn's dispatch type. Returns `None` for tensors of another backend, and
+/// if some are of an autodiff device and some are not.
+pub(super) fn take_all<B: ModelBackend>(
+    tensors: impl IntoIterator<Item = DispatchTensor>,
+) -> Option<Taken<B>> {
+    let (mut plain, mut autodiff, mut context) = (Vec::new(), Vec::new(), None);
+    for tensor in tensors {
+        match B::from_dispatch(tensor)? {
+            FloatTensor::Plain(tensor) => plain.push(tensor),
+            FloatTensor::Autodiff(tensor, of_tensor) => {
+                context.get_or_insert(of_tensor);
+                autodiff.push(tensor);
+            }
+        }
+    }
+    match context {
+        None => Some(Taken::Plain(plain)),
+        Some(context) => plain.is_empty().then_some(Taken::Autodiff(autodiff, context)),
+    }
 }
 
 /// Registers the gradients of an operation's parents. `backward` computes them from the state and the

@@ -21,8 +21,9 @@ use crate::cube::decode::decode_into;
 use crate::ignore_poison::IgnorePoison;
 use crate::norm::Norm;
 use crate::{
-    AdamStep, AdamTensors, AttentionRule, Kernels, LinearActivation, MaskSource, RandomRounding,
-    RankMean, SgdStep,
+    AdamStep, AdamTensors, AttentionRule, Kernels, LinearActivation, MaskSource,
+    NormalizationGrads, NormalizationRule, NormalizationTensors, RandomRounding, RankMean,
+    RotaryRule, RotaryTensors, SgdStep,
 };
 
 /// Number of elements of a tensor: enough for the largest cubes of threads, and no multiple of a
@@ -56,8 +57,10 @@ impl Gpu {
             self.norms(from);
             self.masks(from);
             self.gelus(from);
-            self.layer_norms(from);
             self.linears(from);
+            self.normalizations(from);
+            self.rotations(from);
+            self.swiglus(from);
             self.softmaxes(from);
             self.attentions(from);
             self.fills(from);
@@ -231,19 +234,36 @@ impl Gpu {
         }
     }
 
-    fn layer_norms(&self, dtype: DType) {
+    fn normalizations(&self, dtype: DType) {
         self.rows(dtype, |matrix, len| {
             let param = || burn_cubecl::ops::reshape(matrix(1), Shape::from([len]));
-            for beta in [None, Some(param())] {
-                self.launch("layer_norm_kernel", &[], || {
-                    CubeBackend::layer_norm(matrix(5), param(), beta, 1e-5)
-                });
-            }
-            let both = ["layer_norm_backward_kernel", "column_sums_kernel"];
-            for (kernel, other) in [(both[0], both[1]), (both[1], both[0])] {
-                self.launch(kernel, &[other], || {
-                    CubeBackend::layer_norm_backward(matrix(5), param(), matrix(5), 1e-5)
-                });
+            for (centered, bias, residual) in [
+                (true, false, false),
+                (true, true, true),
+                (false, false, false),
+                (false, false, true),
+            ] {
+                let rule = NormalizationRule { centered, epsilon: 1e-5 };
+                let second = || residual.then(|| matrix(5));
+                let tensors = || NormalizationTensors {
+                    input: matrix(5),
+                    residual: second(),
+                    gamma: param(),
+                    beta: bias.then(param),
+                };
+                self.launch("normalize_kernel", &[], || CubeBackend::normalize(tensors(), &rule));
+                let tensors = || NormalizationGrads {
+                    input: matrix(5),
+                    gamma: param(),
+                    grad: matrix(5),
+                    sum_grad: second(),
+                };
+                let both = ["normalize_backward_kernel", "column_sums_kernel"];
+                for (kernel, other) in [(both[0], both[1]), (both[1], both[0])] {
+                    self.launch(kernel, &[other], || {
+                        CubeBackend::normalize_backward(tensors(), &rule)
+                    });
+                }
             }
         });
     }
@@ -266,6 +286,35 @@ impl Gpu {
                 }
             }
         });
+    }
+
+    fn swiglus(&self, dtype: DType) {
+        for offset in OFFSETS {
+            let tensor = || self.tensor_at(offset, NUMEL, dtype);
+            self.launch("swiglu_kernel", &[], || CubeBackend::swiglu(tensor(), tensor()));
+            self.launch("swiglu_backward_kernel", &[], || {
+                CubeBackend::swiglu_backward(tensor(), tensor(), tensor())
+            });
+        }
+    }
+
+    fn rotations(&self, dtype: DType) {
+        for (offset, with_positions) in OFFSETS.into_iter().flat_map(|at| [(at, true), (at, false)])
+        {
+            for interleaved in [true, false] {
+                let reshaped =
+                    |tensor, shape: &[usize]| burn_cubecl::ops::reshape(tensor, Shape::from(shape));
+                let input = self.tensor_at(offset, 2 * 3 * 5 * 64, dtype);
+                let positions = || reshaped(self.tensor(2 * 5, DType::F32), &[2, 5]);
+                let tensors = RotaryTensors {
+                    input: reshaped(input, &[2, 3, 5, 64]),
+                    table: reshaped(self.tensor(7 * 64, DType::F32), &[7, 64]),
+                    positions: with_positions.then(positions),
+                };
+                let rule = RotaryRule { interleaved, start: 1, inverse: false };
+                self.launch("rotate_kernel", &[], || CubeBackend::rotate(tensors, &rule));
+            }
+        }
     }
 
     fn softmaxes(&self, dtype: DType) {
