@@ -101,7 +101,7 @@ fn rotate_kernel<F: Float, N: Size>(
 /// Returns the tensor if the elements of a row are neighbours, else a contiguous copy. Also returns the
 /// numbers of elements from one batch element, head and row to the next.
 fn with_whole_rows(tensor: CubeTensor) -> (CubeTensor, [usize; 3]) {
-    let strides = |tensor: &CubeTensor| match *tensor.meta.strides() {
+    let strides = |tensor: &CubeTensor| match tensor.meta.strides()[..] {
         [batch, head, row, 1] => Some([batch, head, row]),
         _ => None,
     };
