@@ -68,8 +68,8 @@ impl RmsNorm {
     /// Applies the layer to the sum of `input` and `residual`, and returns the result and the sum.
     ///
     /// In a transformer the sum is the residual of the next block. One kernel computes both results, and
-    /// backward adds the gradient of the sum in the pass in which it computes that of the norm. In f32 the
-    /// bits are those of the addition followed by [`forward`](Self::forward).
+    /// backward adds the gradient of the sum in the pass in which it computes that of the norm. On Flex the
+    /// bits of f32 results and gradients are those of the addition followed by [`forward`](Self::forward).
     ///
     /// # Shapes
     ///

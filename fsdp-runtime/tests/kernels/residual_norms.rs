@@ -1,10 +1,10 @@
-//! A norm of a sum beside the addition and the norm as two operations: the same bits in f32.
+//! A norm of a sum beside the addition and the norm as two operations: the same bits in f32 on Flex.
 
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::nn::{LayerNorm, RmsNorm, RmsNormConfig};
 
-use super::rows::{assert_rounded, for_all_dtypes, matrix};
+use super::rows::{assert_rounded, assert_rounded_from, for_all_dtypes, matrix};
 use super::support::{devices, elements_of, exact};
 
 /// Layers with the same gamma.
@@ -102,6 +102,21 @@ fn tensors(shape: [usize; 2], device: &Device, dtype: FloatDType) -> [Tensor<2>;
         .map(|(scale, seed)| matrix(shape, scale, seed, device, dtype))
 }
 
+/// Asserts that results have the same bits on Flex. On other devices Burn's fusion may round a product and the
+/// addition of two operations once, so that they are equal to the rounding of `dtype`.
+#[track_caller]
+fn assert_same(found: &[Vec<f64>], expected: &[Vec<f64>], device: &Device, dtype: FloatDType) {
+    if *device == Device::flex() {
+        assert_eq!(found, expected);
+        return;
+    }
+    assert_eq!(found.len(), expected.len());
+    for (number, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let what = format!("result {number} on {device:?}");
+        assert_rounded_from(1.0, found, expected, dtype, &what);
+    }
+}
+
 #[test]
 fn the_bits_are_those_of_two_operations() {
     for device in devices() {
@@ -111,7 +126,7 @@ fn the_bits_are_those_of_two_operations() {
                 for used in [Used::Both, Used::Normed, Used::Sum] {
                     let expected = with_gradients(Norm::two, &norm, &tensors, used);
                     let found = with_gradients(Norm::one, &norm, &tensors, used);
-                    assert_eq!(found, expected, "{shape:?}, {used:?}, {device:?}");
+                    assert_same(&found, &expected, &device, FloatDType::F32);
                 }
             }
         }
@@ -182,7 +197,7 @@ fn a_chain_of_sums_has_the_bits_of_additions() {
         };
         let (found, expected) = (run(Norm::one), run(Norm::two));
         assert_eq!(found.len(), 7);
-        assert_eq!(found, expected, "{device:?}");
+        assert_same(&found, &expected, &device, FloatDType::F16);
     }
 }
 
