@@ -78,8 +78,10 @@ use parse::{ImplBlock, Module, Value};
 /// - `checkpoint` (default: `ActivationCheckpointing` in the run's options decides): activation
 ///   checkpointing. In training, only the inputs of the unit's `forward` are kept; the backward
 ///   recomputes the `forward`, under the all-gather that it needs anyway. So each hooked method
-///   must take its inputs by value, of types that are `UnitValue + Clone + Send + 'static`, and
-///   must depend on nothing but its inputs, the parameters and `fsdp_runtime::nn::Dropout`.
+///   must take its inputs by value, of types that are `UnitValue + Clone + Send + 'static`, or by
+///   reference to such a value or to any other one that is `Clone + Send + 'static` and holds no
+///   trained parameter: a clone of it is kept. And it must depend on nothing but its inputs, the
+///   parameters and `fsdp_runtime::nn::Dropout`.
 /// - `tie("a.b" = "c.d")` (default: no tie; may be repeated): two places below this struct that
 ///   hold one weight. Both must lie in the same unit. A path is made of field names and leads to a
 ///   `Param`, or to a module with exactly one matrix.
@@ -181,8 +183,10 @@ use parse::{ImplBlock, Module, Value};
 /// `T: Into<Tensor<2>> + UnitValue` or `x: impl Into<Tensor<2>> + UnitValue`: inside the generic
 /// method the macro cannot find out which type the caller chose. References and closures need no
 /// bound; a closure's type is recognised by a bound such as `Fn(..)`, `FnMut(..)` or `FnOnce(..)`.
-/// The tensors that a reference leads to or a closure captures neither order the gather nor are
-/// cast.
+/// The tensors that a closure captures neither order the gather nor are cast. Those behind a reference
+/// do and are if the reference is a `&T` with an elided lifetime and `T` is a `UnitValue` with clones, in
+/// a copy: `mask: &Tensor<3>`. If `T` is a `FsdpModule`, such as `tables: &Tables`, the tensors in its
+/// fields that are no parameters are cast, in a copy.
 ///
 /// - `field_units` (default: no calls are hooked): hooks the calls in this block of modules in
 ///   fields under `#[fsdp(unit)]`. It is required where such a field is in this struct, or below it

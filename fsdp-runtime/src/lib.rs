@@ -155,9 +155,12 @@ pub mod __private {
     pub use crate::module::const_check::*;
     pub use crate::module::opaque::*;
     pub use crate::module::*;
+    pub use crate::runtime::dtype_mismatch::run;
     pub use crate::runtime::field_call::*;
     pub use crate::runtime::hooks::*;
     pub use crate::runtime::recompute::*;
+    pub use crate::runtime::references::*;
+    pub use crate::runtime::tables::pre_forward_with_tables;
 }
 
 /// The Rust blocks of the README compile.

@@ -113,6 +113,7 @@ fn every_error_is_listed_with_its_message() {
 fn every_reason_against_recomputation_is_listed() {
     let all = [
         NotRecomputable::Borrowed,
+        NotRecomputable::Parameters,
         NotRecomputable::Generic,
         NotRecomputable::Unknown,
         NotRecomputable::Output,
@@ -124,6 +125,7 @@ fn every_reason_against_recomputation_is_listed() {
         // A new variant does not compile here.
         match reason {
             NotRecomputable::Borrowed
+            | NotRecomputable::Parameters
             | NotRecomputable::Generic
             | NotRecomputable::Unknown
             | NotRecomputable::Output => {}

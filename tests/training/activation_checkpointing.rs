@@ -2,6 +2,7 @@
 
 mod errors;
 mod nested;
+mod references;
 mod tied;
 
 use std::collections::BTreeSet;

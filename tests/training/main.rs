@@ -6,11 +6,13 @@ mod support;
 
 mod activation_checkpointing;
 mod adadelta;
+mod buffer_dtype;
 mod config;
 mod exchange;
 mod failures;
 mod language_model;
 mod linear;
+mod llama;
 mod lora;
 mod memory_file;
 mod memory_timeline;

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use fsdp_runtime::fsdp_unit;
 
 pub trait Encode {
-    fn encode(&self, x: &Tensor<3>) -> Tensor<3>;
+    fn encode(&self, x: &[Tensor<3>]) -> Tensor<3>;
 }
 
 #[derive(Module, Debug)]
@@ -25,8 +25,8 @@ impl Block {
 #[fsdp_unit(more)]
 impl Encode for Block {
     #[fsdp(forward)]
-    fn encode(&self, x: &Tensor<3>) -> Tensor<3> {
-        self.up.forward(x.clone())
+    fn encode(&self, x: &[Tensor<3>]) -> Tensor<3> {
+        self.up.forward(x[0].clone())
     }
 }
 

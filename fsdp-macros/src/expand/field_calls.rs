@@ -43,7 +43,7 @@ fn generic_inputs(method: &ImplItemFn, outer: &[&Ident]) -> Vec<Ident> {
     declared.visit_block(&method.block);
     let inputs = Input::of_method(&method.sig, outer).into_iter().filter_map(|input| match input {
         Input::Generic(name) => Some(name),
-        Input::Probed(_) => None,
+        Input::Probed(_) | Input::Reference(_) => None,
     });
     inputs.filter(|name| !declared.0.contains(name)).collect()
 }

@@ -21,10 +21,11 @@ pub(super) fn implementation(block: &ImplBlock<'_>) -> TokenStream {
         )
     });
     let methods = methods(block);
-    let forwards = methods.iter().map(recompute::list_element);
+    let outer = block.type_params();
+    let forwards = methods.iter().map(|method| recompute::list_element(method, &outer));
     // A constant outside of the implementation does not see the parameters of a generic type.
     let checked = methods.iter().filter(|_| block.is_of_one_type());
-    let checks = checked.flat_map(|method| recompute::checks(method, ty));
+    let checks = checked.flat_map(|method| recompute::checks(method, ty, &outer));
     let (generics, _, bounds) = block.original.generics.split_for_impl();
     quote_spanned! {at(ty)=>
         #conditions
@@ -49,8 +50,9 @@ pub(super) fn checks(block: &ImplBlock<'_>) -> TokenStream {
     let conditions = block.original.attrs.iter().filter(|attr| is_named(attr, &["cfg"]));
     let conditions = quote!(#(#conditions)*);
     let methods = methods(block);
-    let forwards = methods.iter().map(recompute::list_element);
-    let checks = methods.iter().flat_map(|method| recompute::further_checks(method, ty));
+    let outer = block.type_params();
+    let forwards = methods.iter().map(|method| recompute::list_element(method, &outer));
+    let checks = methods.iter().flat_map(|method| recompute::further_checks(method, ty, &outer));
     quote_spanned! {at(ty)=>
         #conditions
         const __FSDP_HOOKED: &'static [__fsdp::Forward] = {

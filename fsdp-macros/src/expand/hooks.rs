@@ -2,7 +2,9 @@
 //!
 //! The body of a hooked method moves to a hidden method, so that `return` and `?` end the body and
 //! not the hooks. The method keeps its signature. It passes each argument through the unit's map of
-//! inputs, calls the hidden method, and passes the output to the hooks.
+//! inputs, calls the hidden method, and passes the output to the hooks. The hidden method runs on
+//! `self`, or on a copy of it whose tables are cast; a method whose output may borrow from `self` runs
+//! on `self` in any case.
 
 use proc_macro2::{Ident, Span, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
@@ -10,6 +12,7 @@ use syn::{Attribute, ImplItem, ImplItemFn, ItemImpl, Meta, ReturnType, Visibilit
 
 use super::inputs::Input;
 use super::own_types::OwnTypes;
+use super::references::{lent_arguments, may_borrow_self};
 use super::signature::{argument_names, turbofish, with_argument_names};
 use super::span::at;
 use super::{field_calls, recompute};
@@ -109,13 +112,16 @@ struct HookedMethod<'a> {
     outer: Vec<&'a Ident>,
     /// Whether the method is in a further block, whose methods the type does not list.
     more: bool,
+    /// Whether the hidden method runs on the caller's module, from which its output may borrow.
+    runs_on_caller: bool,
 }
 
 impl<'a> HookedMethod<'a> {
     fn new(original: &'a ImplItemFn, outer: Vec<&'a Ident>, more: bool) -> Self {
         let arguments = argument_names(&original.sig);
         let hidden_name = format_ident!("__fsdp_{}", original.sig.ident);
-        Self { original, arguments, hidden_name, outer, more }
+        let runs_on_caller = may_borrow_self(&original.sig);
+        Self { original, arguments, hidden_name, outer, more, runs_on_caller }
     }
 
     /// Generates the method itself: the hooks, around a call of the hidden method.
@@ -128,29 +134,40 @@ impl<'a> HookedMethod<'a> {
         let signature = with_argument_names(&method.sig, arguments);
         let this = self.this();
         let mut probes = quote!(ProbeOther as _, ProbeUnitValue as _);
-        let run = match recompute::is_possible(method) {
+        let inputs = Input::of_method(&method.sig, &self.outer);
+        if inputs.iter().any(|input| matches!(input, Input::Reference(_))) {
+            probes.extend(quote! {
+                , ReferenceModule as _, ReferenceOther as _, ReferenceTables as _, ReferenceTensors as _
+            });
+        }
+        let run = match recompute::is_possible(method, &self.outer) {
             true => {
                 probes.extend(quote!(, ProbeSavable as _, ProbeUnsavable as _));
-                self.run_recomputable()
+                self.run_recomputable(&inputs)
             }
             false => self.run(),
         };
         let check = self.more.then(|| {
             probes.extend(quote!(, Fallback as _));
-            let description = recompute::description(method);
+            let description = recompute::description(method, &self.outer);
             quote!(__fsdp::check_recomputable(&__fsdp_call, &#description);)
         });
         let import = crate_path.import_with(probes);
-        let inputs = Input::of_method(&method.sig, &self.outer);
         let collected = inputs.iter().map(Input::collect);
         let mapped = inputs.iter().map(Input::map);
+        let collect = quote!(|__fsdp_inputs| { #(#collected)* });
+        let pre_forward = match self.runs_on_caller {
+            true => quote!(let __fsdp_call = __fsdp::pre_forward(#this, #collect);),
+            false => quote! {
+                let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(#this, #collect);
+                let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
+            },
+        };
         quote! {
             #(#attrs)*
             #visibility #defaultness #signature {
                 #import
-                let __fsdp_call = __fsdp::pre_forward(#this, |__fsdp_inputs| {
-                    #(#collected)*
-                });
+                #pre_forward
                 #check
                 #(let #arguments = #mapped;)*
                 #run
@@ -160,10 +177,10 @@ impl<'a> HookedMethod<'a> {
 
     /// Runs the hidden method, then the hook after it.
     fn run(&self) -> TokenStream {
-        let call = self.call_hidden(quote!(self));
+        let run = self.run_hidden();
         let output = quote_spanned!(self.output_span()=> __fsdp_output);
         quote! {
-            let __fsdp_output = #call;
+            let __fsdp_output = #run;
             __fsdp::post_forward(__fsdp_call, #output)
         }
     }
@@ -172,12 +189,17 @@ impl<'a> HookedMethod<'a> {
     /// recomputed unit the runtime keeps the inputs, and a closure that runs the hidden method
     /// again.
     ///
-    /// The inputs are passed as nested pairs, `(a, (b, ()))`, which stand for tuples of any length.
-    fn run_recomputable(&self) -> TokenStream {
-        let nested = |rest, name| quote!((#name, #rest));
-        let inputs = self.arguments.iter().rev().fold(quote!(()), nested);
-        let this = self.this();
-        let call = self.call_hidden(quote!(self));
+    /// The inputs are passed as nested pairs, `(a, (b, ()))`, which stand for tuples of any length. An
+    /// input by value is wrapped in `ByValue`; one by reference is a `Reference` already.
+    fn run_recomputable(&self, inputs: &[Input]) -> TokenStream {
+        let wrapped = inputs.iter().zip(&self.arguments).map(|(input, name)| match input {
+            Input::Reference(_) => quote!(#name),
+            _ => quote!(__fsdp::ByValue(#name)),
+        });
+        let nested = |rest, input| quote!((#input, #rest));
+        let inputs = wrapped.rev().fold(quote!(()), nested);
+        let run = self.run_hidden();
+        let module = if self.runs_on_caller { self.this() } else { quote!(__fsdp_self) };
         let recompute = self.call_hidden(quote!(__fsdp_self));
         let post_forward = quote_spanned! {self.output_span()=>
             __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
@@ -186,14 +208,25 @@ impl<'a> HookedMethod<'a> {
             let __fsdp_inputs = #inputs;
             let (#inputs, __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
                 .savability()
-                .keep(&__fsdp_call, #this, __fsdp_inputs, |__fsdp_self: &Self, #inputs| #recompute);
-            let __fsdp_output = #call;
+                .keep(&__fsdp_call, #module, __fsdp_inputs, |__fsdp_self: &Self, #inputs| #recompute);
+            let __fsdp_output = #run;
             #post_forward
         }
     }
 
+    /// Runs the hidden method. Where nothing is borrowed, the runtime runs it, to report tensors of
+    /// different dtypes.
+    fn run_hidden(&self) -> TokenStream {
+        if self.runs_on_caller {
+            return self.call_hidden(quote!(self));
+        }
+        let call = self.call_hidden(quote!(__fsdp_self));
+        quote!(__fsdp::run(&__fsdp_call, || #call))
+    }
+
     fn call_hidden(&self, receiver: TokenStream) -> TokenStream {
-        let (name, arguments) = (&self.hidden_name, &self.arguments);
+        let name = &self.hidden_name;
+        let arguments = lent_arguments(&self.original.sig, &self.outer);
         let turbofish = turbofish(&self.original.sig);
         let call = quote!(#receiver.#name #turbofish (#(#arguments),*));
         match self.original.sig.unsafety {

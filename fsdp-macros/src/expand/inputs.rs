@@ -4,7 +4,8 @@
 //! For an input of a concrete type, a probe asks at compile time whether the type is a `UnitValue`.
 //! A type parameter has no answer: inside the generic method the compiler knows the parameter's
 //! bounds only. The probe would take a caller's tensor for a value without tensors. An input of a
-//! *generic type* therefore requires `UnitValue`.
+//! *generic type* therefore requires `UnitValue`. A reference has a probe of its own, which looks at
+//! the type behind it.
 
 use proc_macro2::{Ident, TokenStream};
 use quote::{quote, quote_spanned};
@@ -12,6 +13,7 @@ use syn::spanned::Spanned;
 use syn::visit::{self, Visit};
 use syn::{GenericParam, Signature, Type, TypeParamBound, WherePredicate};
 
+use super::references::target;
 use super::signature::{argument_names, argument_types};
 
 /// An input of a call.
@@ -21,6 +23,8 @@ pub(super) enum Input {
     /// A variable of a generic type, located at that type: the compiler reports there that the type
     /// is not a `UnitValue`.
     Generic(Ident),
+    /// A variable that is a reference to a value of a known type.
+    Reference(Ident),
 }
 
 impl Input {
@@ -29,6 +33,9 @@ impl Input {
     pub(super) fn of_method(sig: &Signature, outer: &[&Ident]) -> Vec<Self> {
         let generic_types = GenericTypes::of(sig, outer);
         let input = |(mut name, ty): (Ident, &Type)| {
+            if target(ty, sig, outer).is_some() {
+                return Self::Reference(name);
+            }
             if !generic_types.contain(ty) {
                 return Self::Probed(quote!(#name));
             }
@@ -48,10 +55,14 @@ impl Input {
                 let input = quote_spanned!(name.span()=> &#name);
                 quote!(__fsdp::KnownTensors.#collect(#input, __fsdp_inputs);)
             }
+            Self::Reference(name) => {
+                quote!((&&&&__fsdp::ReferenceProbe(#name)).kind().collect(#name, __fsdp_inputs);)
+            }
         }
     }
 
-    /// Generates the expression of the input, cast for `__fsdp_call`.
+    /// Generates the expression of the input, cast for `__fsdp_call`. For a reference it is the
+    /// runtime's `Reference`, which lends the value.
     pub(super) fn map(&self) -> TokenStream {
         match self {
             Self::Probed(place) => {
@@ -60,6 +71,9 @@ impl Input {
             Self::Generic(name) => {
                 let map = quote_spanned!(name.span()=> map);
                 quote!(__fsdp::KnownTensors.#map(&__fsdp_call, #name))
+            }
+            Self::Reference(name) => {
+                quote!((&&&&__fsdp::ReferenceProbe(#name)).kind().map(&__fsdp_call, #name))
             }
         }
     }

@@ -16,6 +16,7 @@ mod item;
 mod layout;
 mod own_types;
 mod recompute;
+mod references;
 mod signature;
 mod span;
 mod traversal;

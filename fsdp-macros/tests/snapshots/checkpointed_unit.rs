@@ -10,6 +10,14 @@ impl Block {
         self.up.forward(x) * scale + mask.unwrap_or_default()
     }
 
+    pub fn forward_tables(&self, x: Tensor<3>, tables: &Tables) -> Tensor<3> {
+        self.up.forward(x) + tables.offset.clone()
+    }
+
+    pub fn forward_named(&self, x: Tensor<3>, tables: &Tables) -> (Tensor<3>, &str) {
+        (self.up.forward(x) + tables.offset.clone(), "up")
+    }
+
     #[cfg(feature = "generation")]
     pub unsafe fn forward_step(&self) -> Output {
         Output

@@ -3,8 +3,12 @@
 /// The reason why a forward cannot be recomputed in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NotRecomputable {
-    /// An input that is or contains a reference, whose target may have changed before backward.
+    /// An input that contains a reference, or is one to a value that is not `Clone + Send + 'static`:
+    /// the value may have changed before backward.
     Borrowed,
+    /// An input that is a reference to a module with parameters, whose gradients are not those of the
+    /// recomputed unit.
+    Parameters,
     /// An input with a generic type.
     Generic,
     /// An input whose type is not `UnitValue + Clone + Send + 'static`.
@@ -19,7 +23,13 @@ impl NotRecomputable {
         match self {
             Self::Borrowed => {
                 "is borrowed, and may have changed when the forward is recomputed in backward; take \
-                 it by value, and return what the forward changes"
+                 it by value, or as `&T` of a type `T: Clone + Send + 'static`, and return what the \
+                 forward changes"
+            }
+            Self::Parameters => {
+                "is a reference to a module with parameters, which would be used after their own unit \
+                 was resharded; make the module a field of this unit, or compute its result outside \
+                 and take that"
             }
             Self::Generic => {
                 "has a type that each caller chooses, so it cannot be kept until backward; use a \

@@ -54,6 +54,36 @@ pub enum ScheduleError {
         /// Type of the argument.
         input: &'static str,
     },
+    /// An argument of a unit under activation checkpointing that is a reference to a value with a trained
+    /// parameter.
+    #[error(
+        "an argument in the call of {unit} is a `&{input}` with a trained parameter, whose gradient the \
+         recomputation in backward would not compute; make it a field of the unit, compute its result \
+         outside and take that, or leave the unit out of `activation_checkpointing`"
+    )]
+    TrainedReference {
+        /// Name of the unit.
+        unit: String,
+        /// Type of the value behind the reference.
+        input: &'static str,
+    },
+    /// An operation of Burn on float tensors of two dtypes, in the forward of a unit.
+    #[error(
+        "{operation} of a tensor in {left} and one in {right}, in the forward of {unit}: under mixed \
+         precision its parameters and inputs have the `param_dtype`, and tensors in fields the \
+         `buffer_dtype`; cast one of the two where they meet, as Burn's `RotaryEncoding` needs it, or set \
+         `buffer_dtype`, `buffer_dtype_for` or `buffer_dtype_at`"
+    )]
+    DtypeMismatch {
+        /// Name of the unit.
+        unit: String,
+        /// Name of the operation, as Burn reports it.
+        operation: String,
+        /// Dtype of one tensor.
+        left: String,
+        /// Dtype of the other tensor.
+        right: String,
+    },
     /// A parameter without values, because `deferred_init` skipped its initialisation.
     #[error(
         "`{path}` has no values yet, because the model was built with `deferred_init`; load the \

@@ -137,6 +137,7 @@ impl Planned {
         check_device(&device)?;
         options.check_offload(&plan.device, &device)?;
         options.policies().try_for_each(|policy| policy.check(&device))?;
+        options.check_buffer_dtypes(&device)?;
         plan.check_dtypes(&device)?;
         Ok(Self { mesh, plan, device })
     }
@@ -171,5 +172,6 @@ fn settings(
         storage: options.offload.storage_device(),
         keep_sent: options.offload == OffloadPolicy::OptimizerOnly,
         offload_activations: options.offload_activations,
+        tables: plan.tables.clone(),
     })
 }

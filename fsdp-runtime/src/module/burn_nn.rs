@@ -307,21 +307,45 @@ constant!(
 );
 constant!(bf16, f16, Param<Flag>);
 
-/// Implements [`FsdpModule`] for a module without parameters that may hold plain tensors.
-macro_rules! table {
-    ($($ty:ident),+) => {$(
+/// Implements [`FsdpModule`] for a module without parameters that holds tables, given the fields. A
+/// field `in_device_dtype` must have the dtype of the device.
+macro_rules! tables {
+    ($($ty:ident { $field:ident: $in_device_dtype:literal })+) => {$(
         impl FsdpModule for $ty {
             const LAYOUT: Node = Node::plain(stringify!($ty), Kind::Constant);
 
-            fn visit_params<V: ParamVisitor>(&self, _: &mut V) {}
+            fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
+                visitor.table(&self.$field, $in_device_dtype);
+            }
 
             fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
-                mapper.unmanaged(self)
+                let mut module = mapper.unmanaged(self);
+                module.$field = mapper.table(module.$field, $in_device_dtype);
+                module
             }
         }
     )+};
 }
-table!(CrossEntropyLoss, PositionalEncoding, RotaryEncoding);
+// `RotaryEncoding::forward` multiplies its input by a matrix that it makes in the device's default
+// dtype, and the product by the table. So the table must have that dtype.
+tables!(
+    PositionalEncoding { sinusoids: false }
+    RotaryEncoding { freq_complex: true }
+);
+
+impl FsdpModule for CrossEntropyLoss {
+    const LAYOUT: Node = Node::plain("CrossEntropyLoss", Kind::Constant);
+
+    fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
+        self.weights.iter().for_each(|weights| visitor.table(weights, false));
+    }
+
+    fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
+        let mut loss = mapper.unmanaged(self);
+        loss.weights = loss.weights.map(|weights| mapper.table(weights, false));
+        loss
+    }
+}
 
 /// Implements [`FsdpModule`] for a module without parameters that draws from Burn's own generator,
 /// given the condition under which it draws and what to use instead under recomputation.
@@ -350,10 +374,24 @@ random!(
     RRelu, |_| true, "use `LeakyRelu` or `PRelu`";
 );
 
-/// Implements [`FsdpModule`] for plain tensors, which Burn neither trains nor saves.
-macro_rules! buffer {
-    ($($ty:ty),+) => {$(
-        impl<const D: usize> FsdpModule for $ty {
+/// A plain tensor, which Burn neither trains nor saves.
+impl<const D: usize> FsdpModule for Tensor<D> {
+    const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
+
+    fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
+        visitor.table(self, false);
+    }
+
+    fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
+        let table = mapper.unmanaged(self);
+        mapper.table(table, false)
+    }
+}
+
+/// Implements [`FsdpModule`] for plain tensors without floats.
+macro_rules! constant_tensor {
+    ($($kind:ty),+) => {$(
+        impl<const D: usize> FsdpModule for Tensor<D, $kind> {
             const LAYOUT: Node = Node::plain("Tensor", Kind::Constant);
 
             fn visit_params<V: ParamVisitor>(&self, _: &mut V) {}
@@ -364,11 +402,7 @@ macro_rules! buffer {
         }
     )+};
 }
-buffer!(
-    Tensor<D>,
-    Tensor<D, burn::tensor::Int>,
-    Tensor<D, burn::tensor::Bool>
-);
+constant_tensor!(burn::tensor::Int, burn::tensor::Bool);
 
 /// Running statistics, such as those of a `BatchNorm`. They are not parameters: every forward in
 /// training updates them, and each rank has its own.

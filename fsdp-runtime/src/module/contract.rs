@@ -184,6 +184,11 @@ pub trait ParamVisitor {
     /// Visits a running statistic, presented as a parameter. Each rank has its own full tensor,
     /// without a gradient.
     fn buffer<const D: usize>(&mut self, _buffer: &Param<Tensor<D>>) {}
+    /// Visits a *table*: a float tensor that is neither a parameter nor a running statistic, which Burn
+    /// neither trains nor saves. `in_device_dtype` says that the module computes in the device's
+    /// default float dtype, whatever the dtype of its input, so that its table is cast only where a
+    /// setting names it.
+    fn table<const D: usize>(&mut self, _table: &Tensor<D>, _in_device_dtype: bool) {}
     /// Visits an integer or Boolean parameter.
     fn fixed(&mut self) {}
     /// Visits a layer that draws from the model's random stream.
@@ -217,6 +222,10 @@ pub trait ParamMapper {
     /// Replaces a value that FSDP does not manage, such as a plain tensor.
     fn unmanaged<M: Module>(&mut self, module: M) -> M {
         module
+    }
+    /// Replaces a table, as [`ParamVisitor::table`] visits it.
+    fn table<const D: usize>(&mut self, table: Tensor<D>, _in_device_dtype: bool) -> Tensor<D> {
+        table
     }
     /// Replaces a layer that draws from the model's random stream.
     fn random_source<R: RandomSource>(&mut self, source: R) -> R {

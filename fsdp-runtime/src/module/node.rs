@@ -111,6 +111,12 @@ impl Node {
         node
     }
 
+    /// Returns the name of the type; for an `Option`, of the type inside; empty for a list or a tuple.
+    pub(crate) fn type_name(&self) -> &'static str {
+        let node = self.without_option();
+        if matches!(node.kind, Kind::List | Kind::Tuple) { "" } else { node.ty }
+    }
+
     /// Creates a node without children.
     pub const fn plain(ty: &'static str, kind: Kind) -> Self {
         Self { ty, kind, children: &[], ties: &[] }
@@ -123,14 +129,27 @@ impl Node {
 
     /// Returns the names of the unit types in the tree, each once, in layout order.
     pub(crate) fn unit_names(&self) -> Vec<&'static str> {
-        fn visit(node: &Node, names: &mut Vec<&'static str>) {
-            if node.is_unit() && !names.contains(&node.ty) {
+        self.names_of(&|node| node.is_unit())
+    }
+
+    /// Returns the names of all module types in the tree, each once, in layout order.
+    pub(crate) fn type_names(&self) -> Vec<&'static str> {
+        let counts = |node: &Self| {
+            let is_param = matches!(node.kind, Kind::Param { .. } | Kind::Fixed);
+            !is_param && node.kind != Kind::Optional && !node.type_name().is_empty()
+        };
+        self.names_of(&counts)
+    }
+
+    fn names_of(&self, counts: &dyn Fn(&Self) -> bool) -> Vec<&'static str> {
+        fn visit(node: &Node, counts: &dyn Fn(&Node) -> bool, names: &mut Vec<&'static str>) {
+            if counts(node) && !names.contains(&node.ty) {
                 names.push(node.ty);
             }
-            node.children.iter().for_each(|child| visit(child.node, names));
+            node.children.iter().for_each(|child| visit(child.node, counts, names));
         }
         let mut names = Vec::new();
-        visit(self, &mut names);
+        visit(self, counts, &mut names);
         names
     }
 }

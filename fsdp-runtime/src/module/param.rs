@@ -76,6 +76,25 @@ pub(crate) trait Runtime: Debug + Send + Sync {
         params: &[usize],
         inputs: Vec<DispatchTensor>,
     ) -> Result<Option<CallId>, Error>;
+    /// Returns the module path of a parameter.
+    fn param_path(&self, index: ParamIndex) -> String;
+    /// Returns whether [`map_input`](Self::map_input) casts an input.
+    fn casts_input(&self, unit: usize, input: DispatchTensor) -> bool;
+    /// Returns whether the options cast a table of the model.
+    fn casts_tables(&self) -> bool;
+    /// Returns the dtype to which the table at a module path is cast, if it is.
+    fn table_dtype(&self, path: &str) -> Option<DType>;
+    /// Returns whether the options may cast a table in an argument of a unit.
+    fn casts_arguments(&self, unit: usize) -> bool;
+    /// Returns the dtype to which a table in an argument of a unit is cast, if it is. `types` are the
+    /// names of the types that hold it, outermost first. `table` has its dtype, and whether its module
+    /// computes in the device's default dtype.
+    fn argument_dtype(
+        &self,
+        unit: usize,
+        types: &[&'static str],
+        table: (DType, bool),
+    ) -> Option<DType>;
     /// Casts an input of a unit's forward to the unit's compute dtype.
     fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor;
     /// Begins a forward that is recomputed in backward and records no graph. Returns `false`, and

@@ -13,7 +13,8 @@ use crate::module::UnitValue;
 /// [`Dropout`](super::Dropout), and results and gradients have the bits that `f(inputs)` has by itself, if
 /// no input is used by several operations of `f`; else gradients are added up in another order.
 ///
-/// Every tracked tensor that `f` depends on is one of `inputs`, parameters included:
+/// `f` owns what it captures, so a table or a configuration behind a reference is cloned into it. Every
+/// tracked tensor that `f` depends on is one of `inputs`, parameters included:
 /// `recompute((x, self.up.weight.val()), |(x, up)| ..)`. That works inside of a sharded unit, whose
 /// parameters are gathered again before its backward. A module inside of `f`, which reads its own
 /// parameters, is an error. If no input is tracked, as on devices without autodiff, this function calls

@@ -65,7 +65,7 @@ mod tests {
             params: entries,
             layout,
             gathers: true,
-            precision: crate::options::Precision { input: None, output: None },
+            precision: crate::options::Precision { input: None, output: None, params: None },
             recomputed: false,
             within: None,
             takes_model_input: true,

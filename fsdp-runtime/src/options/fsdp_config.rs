@@ -3,6 +3,7 @@
 use std::fmt;
 
 use burn::config::{Config, config_to_json};
+use burn::tensor::FloatDType;
 use serde::{Deserialize, Serialize};
 
 use super::fsdp_options::FsdpOptions;
@@ -14,11 +15,12 @@ use super::precision::MixedPrecisionPolicy;
 use super::storage::StoragePolicy;
 use super::table::option_rows;
 use crate::error::{Error, ShardError};
-use crate::module::{FsdpModule, UnitType};
+use crate::module::{FsdpModule, Node, UnitType};
 
 /// Returns the type of a field, by the kind of its row.
 macro_rules! field_type {
     (by_type($ty:ty)) => { Vec<(String, $ty)> };
+    (by_module($ty:ty)) => { Vec<(String, $ty)> };
     (by_path($ty:ty)) => { Vec<(String, $ty)> };
     (lists_by_type($ty:ty)) => { Vec<(String, Vec<String>)> };
     (wrap($ty:ty)) => { WrapConfig };
@@ -39,22 +41,25 @@ macro_rules! default_of {
     };
 }
 
-/// Returns the value of [`FsdpOptions`] for a field, by the kind of its row. `$find` is a function
-/// from the name of a unit type to the type.
+/// Returns the value of [`FsdpOptions`] for a field, by the kind of its row. `$types` are the [`Types`]
+/// of the model, and `$option` is the name of the option.
 macro_rules! value_of {
-    (by_type, $field:expr, $find:expr) => {
-        of_types(&$field, $find)?
+    (by_type, $field:expr, $types:expr, $option:expr) => {
+        of_types(&$field, |name| $types.unit($option, name))?
     };
-    (lists_by_type, $field:expr, $find:expr) => {
-        lists_of_types(&$field, $find)?
+    (by_module, $field:expr, $types:expr, $option:expr) => {
+        of_types(&$field, |name| $types.module($option, name))?
     };
-    (wrap, $field:expr, $find:expr) => {
-        $field.policy($find)?
+    (lists_by_type, $field:expr, $types:expr, $option:expr) => {
+        lists_of_types(&$field, |name| $types.unit($option, name))?
     };
-    (recompute, $field:expr, $find:expr) => {
-        $field.policy($find)?
+    (wrap, $field:expr, $types:expr, $option:expr) => {
+        $field.policy(|name| $types.unit($option, name))?
     };
-    ($kind:ident, $field:expr, $find:expr) => {
+    (recompute, $field:expr, $types:expr, $option:expr) => {
+        $field.policy(|name| $types.unit($option, name))?
+    };
+    ($kind:ident, $field:expr, $types:expr, $option:expr) => {
         Clone::clone(&$field)
     };
 }
@@ -147,10 +152,10 @@ macro_rules! fsdp_config {
                 }
             )*
 
-            /// Returns the options for a model with these units.
-            fn options(&self, units: &Units) -> Result<FsdpOptions, ShardError> {
+            /// Returns the options for a model with these types.
+            fn options(&self, types: &Types) -> Result<FsdpOptions, ShardError> {
                 Ok(FsdpOptions {
-                    $($name: value_of!($kind, self.$name, |name| units.find(stringify!($name), name)),)*
+                    $($name: value_of!($kind, self.$name, types, stringify!($name)),)*
                     ignored_params: Vec::new(),
                 })
             }
@@ -184,27 +189,46 @@ impl FsdpConfig {
     /// # Errors
     ///
     /// [`ShardError::InvalidOption`] with the first name that is not a unit of `M`, and the names
-    /// of its units.
+    /// of its units. For `buffer_dtype_for`, with the first name that is not a module of `M`.
     pub fn init<M: FsdpModule>(&self) -> Result<FsdpOptions, Error> {
-        Ok(self.options(&Units { model: M::LAYOUT.ty, names: M::LAYOUT.unit_names() })?)
+        let Node { ty: model, .. } = M::LAYOUT;
+        let (units, modules) = (M::LAYOUT.unit_names(), M::LAYOUT.type_names());
+        Ok(self.options(&Types { model, units, modules })?)
     }
 }
 
-/// The names of the unit types of a model.
-struct Units {
+/// The names of the types in a model.
+struct Types {
     /// Type name of the model.
     model: &'static str,
-    names: Vec<&'static str>,
+    units: Vec<&'static str>,
+    /// All types, units included.
+    modules: Vec<&'static str>,
 }
 
-impl Units {
+impl Types {
     /// Returns the unit type with this name, which the option `option` has.
-    fn find(&self, option: &'static str, name: &str) -> Result<&'static str, ShardError> {
-        let found = self.names.iter().copied().find(|unit| *unit == name);
+    fn unit(&self, option: &'static str, name: &str) -> Result<&'static str, ShardError> {
+        self.find("unit", &self.units, option, name)
+    }
+
+    /// Returns the type with this name, which the option `option` has.
+    fn module(&self, option: &'static str, name: &str) -> Result<&'static str, ShardError> {
+        self.find("module", &self.modules, option, name)
+    }
+
+    fn find(
+        &self,
+        what: &str,
+        known: &[&'static str],
+        option: &'static str,
+        name: &str,
+    ) -> Result<&'static str, ShardError> {
+        let found = known.iter().copied().find(|known| *known == name);
         found.ok_or_else(|| ShardError::InvalidOption {
             option,
             value: format!("`{name}`"),
-            expected: format!("use a unit of `{}`: {}", self.model, self.names.join(", ")),
+            expected: format!("use a {what} of `{}`: {}", self.model, known.join(", ")),
         })
     }
 }

@@ -4,6 +4,7 @@
 use std::fmt::Debug;
 
 use burn::module::ParamId;
+use burn::tensor::FloatDType;
 
 use super::policies::{
     ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, OffloadPolicy,
@@ -17,6 +18,7 @@ use crate::module::UnitType;
 /// Returns the type of a field, by the kind of its row.
 macro_rules! field_type {
     (by_type($ty:ty)) => { Vec<(UnitType, $ty)> };
+    (by_module($ty:ty)) => { Vec<(UnitType, $ty)> };
     (by_path($ty:ty)) => { Vec<(String, $ty)> };
     (lists_by_type($ty:ty)) => { Vec<($ty, Vec<$ty>)> };
     ($kind:ident($ty:ty)) => { $ty };
@@ -185,6 +187,30 @@ impl FsdpOptions {
     /// parameters.
     pub const fn with_mixed_precision(mut self, policy: MixedPrecisionPolicy) -> Self {
         self.mixed_precision = policy;
+        self
+    }
+
+    /// Sets the dtype that *tables* have inside of a forward: float tensors in fields that are neither
+    /// parameters nor running statistics, such as masks, the sinusoids of `PositionalEncoding` and the
+    /// weights of `CrossEntropyLoss`. Default: the
+    /// [`param_dtype`](MixedPrecisionPolicy::with_param_dtype) of the table's unit; without one, tables
+    /// keep their dtype.
+    ///
+    /// The outermost forward of a model runs on a clone of the module with cast tables, which shares the
+    /// parameters, and makes it anew each time. Outside of a forward, and in all that is saved, tables
+    /// have their own dtype. Tables in an argument that is a reference to a module, such as
+    /// `tables: &Tables`, are cast in a copy too, to the dtype of the called unit. Integers and Booleans
+    /// are never cast, nor are tensors in fields under `#[fsdp(leaf)]` or `#[module(skip)]`.
+    ///
+    /// The table of `RotaryEncoding` keeps its dtype, since Burn computes this encoding in the device's
+    /// default dtype: cast its input and its output,
+    /// `rope.forward(x.clone().cast(DType::F32)).cast(x.dtype())`. Only
+    /// [`buffer_dtype_for`](Self::with_buffer_dtype_for) and
+    /// [`buffer_dtype_at`](Self::with_buffer_dtype_at) cast it.
+    ///
+    /// PyTorch's `buffer_dtype`, which Accelerate sets to its `mixed_precision`.
+    pub const fn with_buffer_dtype(mut self, dtype: FloatDType) -> Self {
+        self.buffer_dtype = Some(dtype);
         self
     }
 

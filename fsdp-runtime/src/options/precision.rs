@@ -66,9 +66,10 @@ impl MixedPrecisionPolicy {
     /// and one gather buffer for each dtype, and counts as one unit otherwise. Vectors, which are
     /// replicated, may have any dtype.
     ///
-    /// The policy does not cast plain tensor fields, nor the tables of `PositionalEncoding` and
-    /// `RotaryEncoding`: cast them where they are used. A `BatchNorm`, whose running statistics are
-    /// f32, must be in a unit that computes in f32.
+    /// Tensors in fields that are no parameters, such as masks and the table of `PositionalEncoding`,
+    /// have this dtype during a forward too, unless
+    /// [`buffer_dtype`](crate::FsdpOptions::with_buffer_dtype) says another. A `BatchNorm`, whose
+    /// running statistics are f32, must be in a unit that computes in f32.
     pub const fn with_param_dtype(mut self, dtype: FloatDType) -> Self {
         self.param_dtype = Some(dtype);
         self
@@ -107,18 +108,9 @@ impl MixedPrecisionPolicy {
             ("output_dtype", self.output_dtype),
         ];
         for (option, dtype) in dtypes {
-            let Some(dtype) = dtype else { continue };
-            if SUPPORTED.contains(&dtype) && computes(device, dtype) {
-                continue;
+            if let Some(dtype) = dtype {
+                check_dtype(option, dtype, device)?;
             }
-            return Err(ShardError::InvalidOption {
-                option,
-                value: format!("{dtype:?}"),
-                expected: format!(
-                    "use a dtype that {device:?} supports: {}",
-                    computed(device).join(", ")
-                ),
-            });
         }
         Ok(())
     }
@@ -140,8 +132,26 @@ impl MixedPrecisionPolicy {
         Precision {
             input: unit.filter(|_| self.cast_forward_inputs),
             output: self.output_dtype.filter(|_| returns).map(DType::from),
+            params: self.param(),
         }
     }
+}
+
+/// Checks that `device` supports the dtype that an option sets.
+pub(super) fn check_dtype(
+    option: &'static str,
+    dtype: FloatDType,
+    device: &Device,
+) -> Result<(), ShardError> {
+    if SUPPORTED.contains(&dtype) && computes(device, dtype) {
+        return Ok(());
+    }
+    let supported = computed(device).join(", ");
+    Err(ShardError::InvalidOption {
+        option,
+        value: format!("{dtype:?}"),
+        expected: format!("use a dtype that {device:?} supports: {supported}"),
+    })
 }
 
 /// Returns the names of the dtypes that a device supports.
@@ -150,13 +160,15 @@ pub(crate) fn computed(device: &Device) -> Vec<String> {
     works.map(|dtype| format!("{dtype:?}")).collect()
 }
 
-/// The dtypes to which the inputs and outputs of one unit are cast; `None` for no cast.
+/// The dtypes to which the inputs, outputs and tables of one unit are cast; `None` for no cast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Precision {
     /// Dtype of the inputs inside the unit's `forward`.
     pub(crate) input: Option<DType>,
     /// Dtype of the outputs that `forward` returns.
     pub(crate) output: Option<DType>,
+    /// `param_dtype` of the policy, the default dtype of tables inside the unit's `forward`.
+    pub(crate) params: Option<DType>,
 }
 
 #[cfg(all(test, feature = "flex"))]

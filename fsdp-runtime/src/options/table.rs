@@ -26,6 +26,7 @@
 //! | `plain(T)` | `T` | `T` |
 //! | `by_type(T)` | a `T` for types of units | a `T` for names of types |
 //! | `by_path(T)` | a `T` for module paths | the same |
+//! | `by_module(T)` | a `T` for types of modules, units or not | a `T` for names of types |
 //! | `lists_by_type(UnitType)` | lists of types for types of units | lists of names for names |
 //! | `wrap(..)`, `recompute(..)` | a policy with types of units | the same with names of types |
 //!
@@ -249,6 +250,27 @@ macro_rules! option_rows {
         help: "Module paths of units with dtypes of their own",
         default: "none",
         range: "module paths, each with a value of `mixed_precision`",
+        keys: ONE_UNIT,
+    }
+    #[serde(default)]
+    pub(super) buffer_dtype(with_buffer_dtype): plain(Option<FloatDType>) = None, {
+        help: "Dtype of float tensors in fields that are no parameters, where `None` is the `param_dtype`",
+        default: "the dtype that mixed precision sets",
+        range: "float dtypes that the device supports",
+        keys: Keys::NotInFile("Accelerate sets it to `mixed_precision`, as the default does"),
+    }
+    #[serde(default)]
+    pub(super) buffer_dtype_for(with_buffer_dtype_for): by_module(FloatDType) = Vec::new(), {
+        help: "Names of module types whose tensors have another dtype",
+        default: "none",
+        range: "types of modules, each with a value of `buffer_dtype`",
+        keys: ONE_UNIT,
+    }
+    #[serde(default)]
+    pub(crate) buffer_dtype_at(with_buffer_dtype_at): by_path(FloatDType) = Vec::new(), {
+        help: "Module paths whose tensors have another dtype",
+        default: "none",
+        range: "module paths, each with a value of `buffer_dtype`",
         keys: ONE_UNIT,
     }
     #[serde(default)]

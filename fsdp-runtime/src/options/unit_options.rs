@@ -1,10 +1,12 @@
 //! The options of single units, by type and by path.
 
+use burn::tensor::FloatDType;
+
 use super::fsdp_options::FsdpOptions;
 use super::policies::ReshardAfterForward;
 use super::precision::MixedPrecisionPolicy;
 use super::storage::StoragePolicy;
-use crate::module::UnitType;
+use crate::module::{FsdpModule, UnitType};
 
 impl FsdpOptions {
     /// Sets whether gathered parameters are freed between forward and backward, for all units of
@@ -158,6 +160,33 @@ impl FsdpOptions {
         policy: MixedPrecisionPolicy,
     ) -> Self {
         self.mixed_precision_at.extend(paths.into_iter().map(|path| (path.into(), policy)));
+        self
+    }
+
+    /// Sets the dtype of tables in modules of the type `M`, and below them, in place of
+    /// [`buffer_dtype`](Self::with_buffer_dtype): for example
+    /// `with_buffer_dtype_for::<Frequencies>(FloatDType::F32)`. Default: no such types.
+    ///
+    /// `M` is any module, a unit or not. Types are compared by name. If several modules around a table
+    /// have a setting, that of the innermost applies; if a type has two, the later one.
+    pub fn with_buffer_dtype_for<M: FsdpModule>(mut self, dtype: FloatDType) -> Self {
+        self.buffer_dtype_for.push((UnitType::of_module::<M>(), dtype));
+        self
+    }
+
+    /// Sets the dtype of tables at module paths, and below them, in place of
+    /// [`buffer_dtype`](Self::with_buffer_dtype) and
+    /// [`buffer_dtype_for`](Self::with_buffer_dtype_for): for example `["frequencies"]`. Default: no
+    /// such paths.
+    ///
+    /// If several paths lead to a table, the one that was added last applies. Tables in arguments of a
+    /// unit have the unit's path.
+    pub fn with_buffer_dtype_at(
+        mut self,
+        paths: impl IntoIterator<Item = impl Into<String>>,
+        dtype: FloatDType,
+    ) -> Self {
+        self.buffer_dtype_at.extend(paths.into_iter().map(|path| (path.into(), dtype)));
         self
     }
 

@@ -27,6 +27,8 @@ pub(super) struct OpenCall {
     pub(super) runtime: Arc<dyn Runtime>,
     pub(super) unit: usize,
     pub(super) id: CallId,
+    /// Whether no other hooked forward was running when this one began.
+    pub(super) outermost: bool,
 }
 
 impl Call {
@@ -43,7 +45,7 @@ impl Call {
         inputs: Inputs,
     ) -> Self {
         match runtime.pre_forward(unit, params, inputs.0) {
-            Ok(id) => Self(id.map(|id| OpenCall { runtime, unit, id })),
+            Ok(id) => Self(id.map(|id| OpenCall { runtime, unit, id, outermost: false })),
             Err(error) => raise(error),
         }
     }
@@ -79,12 +81,17 @@ impl MapInputs for Call {
 /// Unwinds with the typed error if a collective fails.
 pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) -> Call {
     let Some((runtime, unit)) = find_unit(module) else { return Call(None) };
-    if !runtime.in_forward() {
+    let outermost = !runtime.in_forward();
+    if outermost {
         module.visit_params(&mut Collect(&*runtime));
     }
     let mut tensors = Inputs::default();
     inputs(&mut tensors);
-    Call::start(runtime, unit, &[], tensors)
+    let mut call = Call::start(runtime, unit, &[], tensors);
+    if let Some(open) = &mut call.0 {
+        open.outermost = outermost;
+    }
+    call
 }
 
 /// Reshards the unit, and hooks the output so that the output's gradient gathers the unit again.

@@ -16,7 +16,7 @@ use super::{ALL, of_rank_0};
 
 const WIDTH: usize = 8;
 
-/// A unit that takes its scale by reference.
+/// A unit that takes its scale by exclusive reference.
 #[derive(Module, Debug)]
 #[fsdp_unit]
 struct Borrowing {
@@ -25,7 +25,7 @@ struct Borrowing {
 
 #[fsdp_unit]
 impl Borrowing {
-    fn forward(&self, x: Tensor<2>, scale: &f64) -> Tensor<2> {
+    fn forward(&self, x: Tensor<2>, scale: &mut f64) -> Tensor<2> {
         self.linear.forward(x).mul_scalar(*scale)
     }
 }
@@ -126,7 +126,7 @@ struct Model {
 impl Model {
     fn forward(&self, x: Tensor<2>) -> Tensor<1> {
         let x = match &self.borrowing {
-            Some(borrowing) => borrowing.forward(x, &2.0),
+            Some(borrowing) => borrowing.forward(x, &mut 2.0),
             None => x,
         };
         let x = self.moded.iter().fold(x, |x, moded| moded.forward(x, Mode));
@@ -348,8 +348,8 @@ impl Extended {
 #[fsdp_unit(more)]
 impl Extended {
     #[fsdp(forward)]
-    fn scaled(&self, x: &Tensor<2>) -> Tensor<2> {
-        self.linear.forward(x.clone())
+    fn scaled(&self, x: &[Tensor<2>]) -> Tensor<2> {
+        self.linear.forward(x[0].clone())
     }
 
     #[fsdp(forward)]
@@ -375,7 +375,7 @@ impl Extending {
     #[fsdp(forward)]
     fn run(&self, x: Tensor<2>, which: &str) -> Tensor<1> {
         let x = match which {
-            "scaled" => self.extended.scaled(&x),
+            "scaled" => self.extended.scaled(&[x]),
             "moded" => self.extended.moded(x, Mode),
             "plain" => self.extended.plain(x),
             _ => self.extended.forward(x),

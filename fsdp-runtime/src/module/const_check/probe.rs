@@ -42,6 +42,11 @@ impl<T: UnitValue + Clone + Send + 'static> Probe<T> {
     pub const NOT_RECOMPUTABLE: Option<NotRecomputable> = None;
 }
 
+impl<T: Clone + Send + 'static> Probe<T> {
+    /// `true`: a clone of a value of the type can be kept until backward.
+    pub const CAN_BE_CLONED: bool = true;
+}
+
 /// The constants of [`Probe`] for a type that lacks the trait in question.
 pub trait Fallback {
     /// `None`: the type is not an [`FsdpModule`].
@@ -50,6 +55,8 @@ pub trait Fallback {
     const HOOKED: &'static [Forward] = &[];
     /// The reason why values of the type cannot be saved until backward.
     const NOT_RECOMPUTABLE: Option<NotRecomputable> = Some(NotRecomputable::Unknown);
+    /// `false`: values of the type cannot be cloned, sent to other threads, or kept for any time.
+    const CAN_BE_CLONED: bool = false;
 }
 
 impl<T: ?Sized> Fallback for Probe<T> {}

@@ -144,6 +144,7 @@ fn settings_of_single_units_belong_to_an_option() {
         "forward_prefetch",
         "backward_prefetch",
         "mixed_precision",
+        "buffer_dtype",
         "storage",
     ];
     assert_eq!(with, expected);

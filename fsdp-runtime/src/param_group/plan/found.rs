@@ -3,6 +3,7 @@
 use burn::module::ParamId;
 use burn::tensor::{DType, Device};
 
+use super::super::tables::FoundTable;
 use super::super::unit::ParamSpec;
 use crate::module::UnitType;
 
@@ -140,4 +141,6 @@ pub(super) struct Found {
     pub(super) devices: Vec<(Device, String)>,
     /// Modules that must receive f32 inputs.
     pub(super) f32_modules: Vec<F32Module>,
+    /// Float tensors that are neither parameters nor running statistics.
+    pub(super) tables: Vec<FoundTable>,
 }

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor};
 
+use super::super::tables::{FoundTable, is_cast};
 use super::super::unit::{ParamSpec, Placement};
 use super::found::{
     F32Module, Found, FoundGroup, FoundParam, FoundUnit, IgnoredParam, Key, SHARDED,
@@ -32,6 +33,8 @@ pub(super) struct Inventory<'a> {
     key: Vec<String>,
     /// Whether the checkpoint stores each of these fields transposed.
     transposed: Vec<bool>,
+    /// Names of the types at the position, outermost first, the model's included.
+    type_names: Vec<&'static str>,
     /// Numbers of the units at the current position, outermost first. A module that the wrap policy
     /// merges into its enclosing unit repeats that unit's number.
     stack: Vec<usize>,
@@ -57,6 +60,7 @@ impl<'a> Inventory<'a> {
             position: Position::default(),
             key: Vec::new(),
             transposed: Vec::new(),
+            type_names: vec![M::LAYOUT.ty],
             stack: Vec::new(),
             group_sizes: match options.wrap {
                 WrapPolicy::SizeBased { .. } => group_sizes(module),
@@ -266,6 +270,7 @@ impl ParamVisitor for Inventory<'_> {
         let key = index.map_or_else(|| child.key_or_name().to_string(), |index| index.to_string());
         self.key.push(key);
         self.transposed.push(child.transposed);
+        self.type_names.push(child.node.type_name());
         self.add_ties(child.node.without_option());
     }
 
@@ -273,6 +278,7 @@ impl ParamVisitor for Inventory<'_> {
         self.position.exit();
         self.key.pop();
         self.transposed.pop();
+        self.type_names.pop();
     }
 
     fn unit<M: FsdpModule>(&mut self, module: &M) -> bool {
@@ -314,6 +320,14 @@ impl ParamVisitor for Inventory<'_> {
     fn buffer<const D: usize>(&mut self, buffer: &Param<Tensor<D>>) {
         let (path, key) = (self.position.join(&[]), self.key_of(&[]));
         self.add_ignored(buffer.id, path, key, buffer.lazy_shape().as_slice().to_vec());
+    }
+
+    fn table<const D: usize>(&mut self, table: &Tensor<D>, in_device_dtype: bool) {
+        let (path, unit, dtype) = (self.position.join(&[]), self.unit_number(), table.dtype());
+        if is_cast(dtype) {
+            let types = self.type_names.clone();
+            self.found.tables.push(FoundTable { path, unit, types, dtype, in_device_dtype });
+        }
     }
 
     fn leaf_reparameterized(&mut self, path: &[String], name: &str) {

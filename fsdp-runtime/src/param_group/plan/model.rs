@@ -1,10 +1,12 @@
 //! The plan of a model: traversal, checks, layout and fingerprint.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use burn::tensor::{DType, Device};
 use fsdp_kernels::computes;
 
+use super::super::tables::{FoundTable, TableDtypes};
 use super::super::unit::{Placement, Unit};
 use super::found::{F32Module, Found, FoundParam, FoundUnit, IgnoredParam, Key};
 use super::inventory::Inventory;
@@ -31,6 +33,8 @@ pub(crate) struct ModelPlan {
     pub(crate) ignored: Vec<IgnoredParam>,
     /// Device of all managed parameters of the unsharded model.
     pub(crate) device: Device,
+    /// Dtypes of tables inside of a forward.
+    pub(crate) tables: Arc<TableDtypes>,
 }
 
 impl ModelPlan {
@@ -56,17 +60,19 @@ impl ModelPlan {
         resolve_ties(&mut found.params, &found.ties, &found.ignored)?;
         check_clones(&found.params)?;
         let device = one_device(&found.devices)?;
-        let Found { units, params, visited, ignored, f32_modules, .. } = found;
+        let Found { units, params, visited, ignored, f32_modules, tables, .. } = found;
         let types: Vec<_> = units.iter().map(|unit| unit.unit_type).collect();
         let (mut units, indices) =
             lay_out(&params, units, (mesh, DeviceKind::of(&device)), options)?;
         check_unit_paths(&units, options)?;
         add_prefetch_lists(&mut units, &types, options)?;
         check_f32_modules(f32_modules, &units)?;
+        check_table_paths(&tables, &units, options)?;
+        let tables = Arc::new(TableDtypes::new(tables, &units, options.table_rules()));
         let keys =
             params.into_iter().zip(&indices).map(|(param, index)| (*index, param.key)).collect();
         let indices = visited.into_iter().map(|param| param.map(|param| indices[param])).collect();
-        Ok(Self { units, indices, keys, ignored, device })
+        Ok(Self { units, indices, keys, ignored, device, tables })
     }
 
     /// Logs a warning for field units that [`ActivationCheckpointing::All`] does not recompute.
@@ -162,6 +168,31 @@ fn check_unit_paths(units: &[Unit], options: &FsdpOptions) -> Result<(), ShardEr
         }
     }
     Ok(())
+}
+
+/// Checks that every path of `buffer_dtype_at` leads to a tensor that it may cast, or to a unit, whose
+/// arguments may hold such tensors.
+fn check_table_paths(
+    tables: &[FoundTable],
+    units: &[Unit],
+    options: &FsdpOptions,
+) -> Result<(), ShardError> {
+    let is_known = |path: &str| {
+        tables.iter().any(|table| leads_to(path, &table.path))
+            || units.iter().any(|unit| leads_to(path, &unit.path))
+    };
+    match options.buffer_dtype_at.iter().find(|(path, _)| !is_known(path)) {
+        Some((path, _)) => {
+            let found: Vec<String> = tables.iter().map(|table| format!("`{}`", table.path)).collect();
+            let value = format!("`{path}`");
+            let expected = format!(
+                "use the module path of a float tensor that is no parameter ({}), or of a unit",
+                if found.is_empty() { "there is none".to_string() } else { found.join(", ") }
+            );
+            Err(ShardError::InvalidOption { option: "buffer_dtype_at", value, expected })
+        }
+        None => Ok(()),
+    }
 }
 
 /// Returns the device of all parameters, which must be one.

@@ -1,7 +1,8 @@
 //! A forward that is recomputed in backward, as `#[fsdp_unit]` passes it to the runtime.
 //!
 //! The first run takes detached inputs and records no graph. It saves a clone of the module, whose
-//! parameters are shared, and a clone of the detached inputs. The recomputation itself is in
+//! parameters are shared, and a clone of the detached inputs. An input behind a reference is cloned, and
+//! the first run has a reference to the clone. The recomputation itself is in
 //! `schedule/recompute_backward.rs`.
 
 use std::fmt;
@@ -10,7 +11,8 @@ use burn::tensor::DispatchTensor;
 
 use super::super::hooks::{Call, OpenCall, post_forward};
 use super::super::values::ValueProbe;
-use crate::error::{ShardError, raise};
+use super::kept_inputs::{InputList, KeepInputs};
+use crate::error::{ScheduleError, ShardError, raise};
 use crate::module::{Forward, ForwardFn, Recording, SavedForward, UnitValue};
 
 /// A running forward that is recomputed in backward and returns an `O`.
@@ -35,7 +37,7 @@ pub trait ProbeSavable {
     fn savability(&self) -> SavableInputs;
 }
 
-impl<I: UnitValue + Clone + Send + 'static> ProbeSavable for ValueProbe<'_, I> {
+impl<I: KeepInputs> ProbeSavable for ValueProbe<'_, I> {
     fn savability(&self) -> SavableInputs {
         SavableInputs
     }
@@ -60,29 +62,38 @@ pub struct SavableInputs;
 impl SavableInputs {
     /// Returns the inputs for the first run. If the unit is recomputed in backward, these are
     /// detached, and copies of them are saved in the recording.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with [`ScheduleError::TrainedReference`] if the value behind a reference holds a trained
+    /// parameter and the unit is recomputed.
     pub fn keep<M, I, O>(
         self,
         call: &Call,
         module: &M,
         inputs: I,
-        forward: fn(&M, I) -> O,
+        forward: fn(&M, I::Kept) -> O,
     ) -> (I, Option<ForwardRecording<O>>)
     where
         M: Clone + Send + 'static,
-        I: UnitValue + Clone + Send + 'static,
+        I: KeepInputs,
         O: 'static,
     {
-        let Some(OpenCall { runtime, id, .. }) = &call.0 else { return (inputs, None) };
+        let Some(OpenCall { runtime, unit, id, .. }) = &call.0 else { return (inputs, None) };
         let mut tensors = Vec::new();
-        inputs.visit_tensors(&mut |tensor| tensors.push(tensor));
+        inputs.visit(&mut |tensor| tensors.push(tensor));
         if !runtime.begin_recomputed_forward(*id, tensors) {
             return (inputs, None);
         }
-        let inputs = inputs.map_tensors(&mut |tensor| runtime.detach_input(*id, tensor));
+        if let Some(input) = inputs.trained() {
+            let unit = runtime.unit_name(*unit);
+            raise(ScheduleError::TrainedReference { unit, input }.into());
+        }
+        let inputs = inputs.keep().map_tensors(&mut |tensor| runtime.detach_input(*id, tensor));
         let saved = inputs.clone().map_tensors(&mut |tensor| runtime.save_input(*id, tensor));
         let module = module.clone();
         let run: ForwardFn<O> = Box::new(move |map| forward(&module, saved.map_tensors(map)));
-        (inputs, Some(ForwardRecording { run, recording: Recording::start() }))
+        (I::lend(inputs), Some(ForwardRecording { run, recording: Recording::start() }))
     }
 }
 
@@ -109,12 +120,12 @@ pub struct UnsavableInputs;
 
 impl UnsavableInputs {
     /// Returns the inputs, and no recording.
-    pub fn keep<M, I, O>(
+    pub fn keep<M, I: InputList, O>(
         self,
         _: &Call,
         _: &M,
         inputs: I,
-        _: fn(&M, I) -> O,
+        _: fn(&M, I::Kept) -> O,
     ) -> (I, Option<ForwardRecording<O>>) {
         (inputs, None)
     }

@@ -66,6 +66,12 @@ impl<B: ModelBackend> Schedule<B> {
         }
     }
 
+    /// Returns whether an input has another dtype than the compute dtype of a unit.
+    pub(super) fn casts_input(&self, unit: usize, input: DispatchTensor) -> bool {
+        let Some(dtype) = self.units[unit].precision.input else { return false };
+        B::from_dispatch(input).is_some_and(|value| value.dtype() != dtype)
+    }
+
     /// Returns an output of a unit in the unit's output dtype, outside of the gather buffers, with
     /// a hook on its gradient. The hook gathers the unit for backward, or recomputes its forward.
     pub(super) fn hook_output(

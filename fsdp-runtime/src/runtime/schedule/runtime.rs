@@ -49,6 +49,35 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         self.pre_forward(unit, params, inputs)
     }
 
+    fn param_path(&self, index: ParamIndex) -> String {
+        self.param(index).1.path.clone()
+    }
+
+    fn casts_input(&self, unit: usize, input: DispatchTensor) -> bool {
+        self.casts_input(unit, input)
+    }
+
+    fn casts_tables(&self) -> bool {
+        !self.settings.tables.cast.is_empty()
+    }
+
+    fn table_dtype(&self, path: &str) -> Option<DType> {
+        self.settings.tables.cast.get(path).copied()
+    }
+
+    fn casts_arguments(&self, unit: usize) -> bool {
+        self.settings.tables.may_cast_arguments(&self.units[unit])
+    }
+
+    fn argument_dtype(
+        &self,
+        unit: usize,
+        types: &[&'static str],
+        table: (DType, bool),
+    ) -> Option<DType> {
+        self.settings.tables.of_argument(&self.units[unit], types, table)
+    }
+
     fn map_input(&self, unit: usize, input: DispatchTensor) -> DispatchTensor {
         self.map_input(unit, input)
     }

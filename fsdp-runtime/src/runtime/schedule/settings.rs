@@ -8,6 +8,7 @@ use crate::backend::StorageDevice;
 use crate::collectives::group::{AnyProcessGroup, MeshGroups};
 use crate::layout::Mesh;
 use crate::options::ShardingStrategy;
+use crate::param_group::TableDtypes;
 
 /// Settings of a schedule, made from the options of `fully_shard` when a model is sharded.
 #[derive(Clone, Debug)]
@@ -32,4 +33,6 @@ pub(crate) struct Settings {
     pub(crate) keep_sent: bool,
     /// Whether the saved inputs of recomputed units are offloaded to the host.
     pub(crate) offload_activations: bool,
+    /// Dtypes of tables in forwards.
+    pub(crate) tables: Arc<TableDtypes>,
 }

@@ -1,0 +1,74 @@
+//! Operations of Burn on tensors of different dtypes, which panic in Burn, as typed errors.
+//!
+//! Flex checks the dtypes of an operation's operands. CubeCL devices do not.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use super::hooks::{Call, OpenCall};
+use crate::error::{ScheduleError, raise};
+
+/// Runs the body of a unit's forward.
+///
+/// # Panics
+///
+/// Unwinds with [`ScheduleError::DtypeMismatch`] if an operation of Burn panics because the dtypes of
+/// its operands differ, and as the body does for any other panic.
+pub fn run<O>(call: &Call, forward: impl FnOnce() -> O) -> O {
+    let Some(OpenCall { runtime, unit, .. }) = &call.0 else { return forward() };
+    // What the body has changed is seen by no one else than after a panic without this call.
+    let panic = match catch_unwind(AssertUnwindSafe(forward)) {
+        Ok(output) => return output,
+        Err(panic) => panic,
+    };
+    if let Some((operation, [left, right])) = text(&*panic).and_then(mismatch) {
+        let unit = runtime.unit_name(*unit);
+        raise(ScheduleError::DtypeMismatch { unit, operation, left, right }.into());
+    }
+    resume_unwind(panic)
+}
+
+/// Returns the message of a panic, if it has one.
+fn text(panic: &(dyn Any + Send)) -> Option<&str> {
+    panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(|it| &**it))
+}
+
+/// Returns the operation and the two dtypes that Burn's message about a mismatch of float dtypes
+/// names; `None` for any other message.
+///
+/// The messages of Flex are `..: matmul: dtype mismatch\n  left: F32\n right: BF16`, the text of
+/// `assert_eq`, and `storage: dtype mismatch (expected F32, got BF16)`.
+fn mismatch(message: &str) -> Option<(String, [String; 2])> {
+    const DTYPES: [&str; 5] = ["F64", "F32", "Flex32", "F16", "BF16"];
+    let (before, after) = message.split_once("dtype mismatch")?;
+    let operation = before.split(": ").map(str::trim).rfind(|part| !part.is_empty())?;
+    let words = after.split(|c: char| !c.is_ascii_alphanumeric());
+    let mut dtypes = words.filter(|word| DTYPES.contains(word)).map(str::to_string);
+    Some((operation.trim_end_matches(':').to_string(), [dtypes.next()?, dtypes.next()?]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_about_dtypes_names_the_operation_and_both() {
+        let assertion = "assertion `left == right` failed: matmul: dtype mismatch\n  left: BF16\n right: F32";
+        let names = |operation: &str, left: &str, right: &str| {
+            Some((operation.to_string(), [left.to_string(), right.to_string()]))
+        };
+        assert_eq!(mismatch(assertion), names("matmul", "BF16", "F32"));
+        let storage = "storage: dtype mismatch (expected F32, got BF16)";
+        assert_eq!(mismatch(storage), names("storage", "F32", "BF16"));
+        let cat = "cat: dtype mismatch: expected F16, got F32";
+        assert_eq!(mismatch(cat), names("cat", "F16", "F32"));
+    }
+
+    #[test]
+    fn other_messages_are_left_alone() {
+        let int = "assertion failed: int_matmul: dtype mismatch\n  left: I32\n right: I64";
+        for message in [int, "matmul: inner dimensions must match", "", "dtype mismatch F32 F16"] {
+            assert_eq!(mismatch(message), None, "{message}");
+        }
+    }
+}
