@@ -141,9 +141,7 @@ fn assert_seen(found: &[Seen], own: DType, tables: [DType; 2], rope: DType) {
         assert!(found.contains(&expected), "{found:?}");
     }
     let is_expected = |(found_own, found_tables, found_rope): &Seen| {
-        found_own.is_none_or(|found| found == own)
-            && *found_tables == tables
-            && *found_rope == rope
+        found_own.is_none_or(|found| found == own) && *found_tables == tables && *found_rope == rope
     };
     assert!(found.iter().all(is_expected), "{found:?}");
 }
@@ -172,12 +170,10 @@ fn tables_have_the_dtype_of_the_parameters_inside_of_a_forward() {
 fn a_table_has_the_dtype_of_its_unit_and_in_an_argument_that_of_the_called_unit() {
     let half_blocks = FsdpOptions::new().with_mixed_precision_for(unit_types![Block], BF16);
     assert_seen(&seen(half_blocks, step), DType::BF16, HALF, DType::F32);
-    let full_blocks = FsdpOptions::new()
-        .with_mixed_precision(BF16)
-        .with_mixed_precision_for(
-            unit_types![Block],
-            MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F32),
-        );
+    let full_blocks = FsdpOptions::new().with_mixed_precision(BF16).with_mixed_precision_for(
+        unit_types![Block],
+        MixedPrecisionPolicy::new().with_param_dtype(FloatDType::F32),
+    );
     assert_seen(&seen(full_blocks, step), DType::F32, FULL, DType::F32);
 }
 
@@ -231,7 +227,8 @@ fn a_configuration_names_types_of_modules() {
         .with_buffer_dtype_for(vec![("Tables".into(), FloatDType::F32)]);
     let options = config.init::<Model>().unwrap();
     assert_seen(&seen(options, step), DType::BF16, FULL, DType::F32);
-    let misspelt = FsdpConfig::new().with_buffer_dtype_for(vec![("Tabels".into(), FloatDType::F32)]);
+    let misspelt =
+        FsdpConfig::new().with_buffer_dtype_for(vec![("Tabels".into(), FloatDType::F32)]);
     let error = misspelt.init::<Model>().unwrap_err().to_string();
     for part in ["`buffer_dtype_for` is `Tabels`", "use a module of `Model`", "Block", "Tables"] {
         assert!(error.contains(part), "{error}");
@@ -345,7 +342,8 @@ fn a_mismatch_that_is_left_is_an_error_that_names_unit_dtypes_and_setting() {
             let device = worker.device();
             let table = Tensor::ones([WIDTH, WIDTH], device);
             let mixed = Mixed { linear: linear(device), table };
-            let model = fully_shard(Outer { linear: linear(device), mixed }, &worker, options.clone())?;
+            let model =
+                fully_shard(Outer { linear: linear(device), mixed }, &worker, options.clone())?;
             model.backward(model.forward(Tensor::ones([2, WIDTH], device))).map(|_| ())
         });
         ranks.map(|_| ())

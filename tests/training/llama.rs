@@ -60,7 +60,8 @@ fn train(world: usize, options: FsdpOptions) -> Outcome {
         let criterion = CrossEntropyLossConfig::new().init(device);
         let mut losses = Vec::new();
         for step in 0..STEPS {
-            let (tokens, next) = batch(step * worker.world().size() + worker.rank().index(), device);
+            let (tokens, next) =
+                batch(step * worker.world().size() + worker.rank().index(), device);
             let logits = model.forward(tokens).reshape([-1, VOCABULARY as i32]);
             let loss = criterion.forward(logits, next.reshape([-1]));
             losses.push(loss.clone().into_scalar::<f32>());

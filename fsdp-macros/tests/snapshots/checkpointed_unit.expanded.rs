@@ -66,31 +66,37 @@ impl Block {
             self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
             ProbeUnsavable as _,
         };
-        let __fsdp_call = __fsdp::pre_forward(
+        let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(
             self,
             |__fsdp_inputs| {
                 (&__fsdp::ValueProbe(&__fsdp_0)).collect(__fsdp_inputs);
                 (&__fsdp::ValueProbe(&mask)).collect(__fsdp_inputs);
             },
         );
+        let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
         let __fsdp_0 = (&__fsdp::ValueProbe(&__fsdp_0))
             .kind()
             .map(&__fsdp_call, __fsdp_0);
         let mask = (&__fsdp::ValueProbe(&mask)).kind().map(&__fsdp_call, mask);
-        let __fsdp_inputs = (__fsdp_0, (mask, ()));
-        let ((__fsdp_0, (mask, ())), __fsdp_recompute) = (&__fsdp::ValueProbe(
-            &__fsdp_inputs,
-        ))
+        let __fsdp_inputs = (__fsdp::ByValue(__fsdp_0), (__fsdp::ByValue(mask), ()));
+        let (
+            (__fsdp::ByValue(__fsdp_0), (__fsdp::ByValue(mask), ())),
+            __fsdp_recompute,
+        ) = (&__fsdp::ValueProbe(&__fsdp_inputs))
             .savability()
             .keep(
                 &__fsdp_call,
-                self,
+                __fsdp_self,
                 __fsdp_inputs,
-                |__fsdp_self: &Self, (__fsdp_0, (mask, ()))| {
-                    __fsdp_self.__fsdp_forward(__fsdp_0, mask)
-                },
+                |
+                    __fsdp_self: &Self,
+                    (__fsdp::ByValue(__fsdp_0), (__fsdp::ByValue(mask), ()))|
+                __fsdp_self.__fsdp_forward(__fsdp_0, mask),
             );
-        let __fsdp_output = self.__fsdp_forward(__fsdp_0, mask);
+        let __fsdp_output = __fsdp::run(
+            &__fsdp_call,
+            || __fsdp_self.__fsdp_forward(__fsdp_0, mask),
+        );
         __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]
@@ -101,6 +107,76 @@ impl Block {
     ) -> Tensor<3> {
         self.up.forward(x) * scale + mask.unwrap_or_default()
     }
+    pub fn forward_tables(&self, x: Tensor<3>, tables: &Tables) -> Tensor<3> {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ReferenceModule as _,
+            ReferenceOther as _, ReferenceTables as _, ReferenceTensors as _,
+            ProbeSavable as _, ProbeUnsavable as _,
+        };
+        let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(
+            self,
+            |__fsdp_inputs| {
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
+                (&&&&__fsdp::ReferenceProbe(tables))
+                    .kind()
+                    .collect(tables, __fsdp_inputs);
+            },
+        );
+        let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
+        let tables = (&&&&__fsdp::ReferenceProbe(tables))
+            .kind()
+            .map(&__fsdp_call, tables);
+        let __fsdp_inputs = (__fsdp::ByValue(x), (tables, ()));
+        let ((__fsdp::ByValue(x), (tables, ())), __fsdp_recompute) = (&__fsdp::ValueProbe(
+            &__fsdp_inputs,
+        ))
+            .savability()
+            .keep(
+                &__fsdp_call,
+                __fsdp_self,
+                __fsdp_inputs,
+                |__fsdp_self: &Self, (__fsdp::ByValue(x), (tables, ()))| {
+                    __fsdp_self.__fsdp_forward_tables(x, tables.get())
+                },
+            );
+        let __fsdp_output = __fsdp::run(
+            &__fsdp_call,
+            || __fsdp_self.__fsdp_forward_tables(x, tables.get()),
+        );
+        __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward_tables(&self, x: Tensor<3>, tables: &Tables) -> Tensor<3> {
+        self.up.forward(x) + tables.offset.clone()
+    }
+    pub fn forward_named(&self, x: Tensor<3>, tables: &Tables) -> (Tensor<3>, &str) {
+        #[allow(unused_imports)]
+        use ::fsdp_runtime::__private::{
+            self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ReferenceModule as _,
+            ReferenceOther as _, ReferenceTables as _, ReferenceTensors as _,
+        };
+        let __fsdp_call = __fsdp::pre_forward(
+            self,
+            |__fsdp_inputs| {
+                (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
+                (&&&&__fsdp::ReferenceProbe(tables))
+                    .kind()
+                    .collect(tables, __fsdp_inputs);
+            },
+        );
+        let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
+        let tables = (&&&&__fsdp::ReferenceProbe(tables))
+            .kind()
+            .map(&__fsdp_call, tables);
+        let __fsdp_output = self.__fsdp_forward_named(x, tables.get());
+        __fsdp::post_forward(__fsdp_call, __fsdp_output)
+    }
+    #[doc(hidden)]
+    fn __fsdp_forward_named(&self, x: Tensor<3>, tables: &Tables) -> (Tensor<3>, &str) {
+        (self.up.forward(x) + tables.offset.clone(), "up")
+    }
     #[cfg(feature = "generation")]
     pub unsafe fn forward_step(&self) -> Output {
         #[allow(unused_imports)]
@@ -108,17 +184,24 @@ impl Block {
             self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
             ProbeUnsavable as _,
         };
-        let __fsdp_call = __fsdp::pre_forward(self, |__fsdp_inputs| {});
+        let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(
+            self,
+            |__fsdp_inputs| {},
+        );
+        let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
         let __fsdp_inputs = ();
         let ((), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
             .savability()
             .keep(
                 &__fsdp_call,
-                self,
+                __fsdp_self,
                 __fsdp_inputs,
                 |__fsdp_self: &Self, ()| unsafe { __fsdp_self.__fsdp_forward_step() },
             );
-        let __fsdp_output = unsafe { self.__fsdp_forward_step() };
+        let __fsdp_output = __fsdp::run(
+            &__fsdp_call,
+            || unsafe { __fsdp_self.__fsdp_forward_step() },
+        );
         __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[cfg(feature = "generation")]
@@ -131,16 +214,20 @@ impl Block {
         use ::fsdp_runtime::__private::{
             self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
         };
-        let __fsdp_call = __fsdp::pre_forward(
+        let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(
             self,
             |__fsdp_inputs| {
                 (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
                 (&__fsdp::ValueProbe(&cache)).collect(__fsdp_inputs);
             },
         );
+        let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
         let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
         let cache = (&__fsdp::ValueProbe(&cache)).kind().map(&__fsdp_call, cache);
-        let __fsdp_output = self.__fsdp_forward_cached(x, cache);
+        let __fsdp_output = __fsdp::run(
+            &__fsdp_call,
+            || __fsdp_self.__fsdp_forward_cached(x, cache),
+        );
         __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
     #[doc(hidden)]
@@ -152,14 +239,18 @@ impl Block {
         use ::fsdp_runtime::__private::{
             self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
         };
-        let __fsdp_call = __fsdp::pre_forward(
+        let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(
             self,
             |__fsdp_inputs| {
                 (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
             },
         );
+        let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
         let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
-        let __fsdp_output = self.__fsdp_forward_any::<N>(x);
+        let __fsdp_output = __fsdp::run(
+            &__fsdp_call,
+            || __fsdp_self.__fsdp_forward_any::<N>(x),
+        );
         __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
     #[doc(hidden)]
@@ -178,6 +269,36 @@ const _: () = {
                     inputs: &[
                         ("input 1", __fsdp::Probe::<(Tensor<3>, f64)>::NOT_RECOMPUTABLE),
                         ("mask", __fsdp::Probe::<Option<Tensor<3>>>::NOT_RECOMPUTABLE),
+                    ],
+                },
+                __fsdp::Forward {
+                    name: "forward_tables",
+                    inputs: &[
+                        ("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE),
+                        (
+                            "tables",
+                            __fsdp::not_kept(
+                                __fsdp::Probe::<Tables>::CAN_BE_CLONED,
+                                __fsdp::Probe::<Tables>::LAYOUT,
+                            ),
+                        ),
+                    ],
+                },
+                __fsdp::Forward {
+                    name: "forward_named",
+                    inputs: &[
+                        ("x", __fsdp::Probe::<Tensor<3>>::NOT_RECOMPUTABLE),
+                        (
+                            "tables",
+                            __fsdp::not_kept(
+                                __fsdp::Probe::<Tables>::CAN_BE_CLONED,
+                                __fsdp::Probe::<Tables>::LAYOUT,
+                            ),
+                        ),
+                        (
+                            "the return value",
+                            ::core::option::Option::Some(__fsdp::NotRecomputable::Output),
+                        ),
                     ],
                 },
                 #[cfg(feature = "generation")]
@@ -218,6 +339,21 @@ const _: () = {
     const _: () = __fsdp::can_be_recomputed::<
         Block,
     >(<Block as __fsdp::HookedForward>::HOOKED, "forward", "mask");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_tables", "x");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_tables", "tables");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_named", "x");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_named", "tables");
+    const _: () = __fsdp::can_be_recomputed::<
+        Block,
+    >(<Block as __fsdp::HookedForward>::HOOKED, "forward_named", "the return value");
     const _: () = __fsdp::can_be_recomputed::<
         Block,
     >(<Block as __fsdp::HookedForward>::HOOKED, "forward_cached", "x");

@@ -110,23 +110,28 @@ impl Block {
             self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
             ProbeUnsavable as _,
         };
-        let __fsdp_call = __fsdp::pre_forward(
+        let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(
             self,
             |__fsdp_inputs| {
                 (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
             },
         );
+        let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
         let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
-        let __fsdp_inputs = (x, ());
-        let ((x, ()), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+        let __fsdp_inputs = (__fsdp::ByValue(x), ());
+        let ((__fsdp::ByValue(x), ()), __fsdp_recompute) = (&__fsdp::ValueProbe(
+            &__fsdp_inputs,
+        ))
             .savability()
             .keep(
                 &__fsdp_call,
-                self,
+                __fsdp_self,
                 __fsdp_inputs,
-                |__fsdp_self: &Self, (x, ())| __fsdp_self.__fsdp_forward(x),
+                |__fsdp_self: &Self, (__fsdp::ByValue(x), ())| {
+                    __fsdp_self.__fsdp_forward(x)
+                },
             );
-        let __fsdp_output = self.__fsdp_forward(x);
+        let __fsdp_output = __fsdp::run(&__fsdp_call, || __fsdp_self.__fsdp_forward(x));
         __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]

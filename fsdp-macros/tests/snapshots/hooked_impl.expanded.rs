@@ -10,25 +10,33 @@ impl Block {
             self as __fsdp, ProbeOther as _, ProbeUnitValue as _, ProbeSavable as _,
             ProbeUnsavable as _,
         };
-        let __fsdp_call = __fsdp::pre_forward(
+        let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(
             self,
             |__fsdp_inputs| {
                 (&__fsdp::ValueProbe(&x)).collect(__fsdp_inputs);
                 (&__fsdp::ValueProbe(&mask)).collect(__fsdp_inputs);
             },
         );
+        let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
         let x = (&__fsdp::ValueProbe(&x)).kind().map(&__fsdp_call, x);
         let mask = (&__fsdp::ValueProbe(&mask)).kind().map(&__fsdp_call, mask);
-        let __fsdp_inputs = (x, (mask, ()));
-        let ((x, (mask, ())), __fsdp_recompute) = (&__fsdp::ValueProbe(&__fsdp_inputs))
+        let __fsdp_inputs = (__fsdp::ByValue(x), (__fsdp::ByValue(mask), ()));
+        let ((__fsdp::ByValue(x), (__fsdp::ByValue(mask), ())), __fsdp_recompute) = (&__fsdp::ValueProbe(
+            &__fsdp_inputs,
+        ))
             .savability()
             .keep(
                 &__fsdp_call,
-                self,
+                __fsdp_self,
                 __fsdp_inputs,
-                |__fsdp_self: &Self, (x, (mask, ()))| __fsdp_self.__fsdp_forward(x, mask),
+                |__fsdp_self: &Self, (__fsdp::ByValue(x), (__fsdp::ByValue(mask), ()))| {
+                    __fsdp_self.__fsdp_forward(x, mask)
+                },
             );
-        let __fsdp_output = self.__fsdp_forward(x, mask);
+        let __fsdp_output = __fsdp::run(
+            &__fsdp_call,
+            || __fsdp_self.__fsdp_forward(x, mask),
+        );
         __fsdp::post_forward_recompute(__fsdp_call, __fsdp_output, __fsdp_recompute)
     }
     #[doc(hidden)]
@@ -106,7 +114,7 @@ impl Block {
         use ::fsdp_runtime::__private::{
             self as __fsdp, ProbeOther as _, ProbeUnitValue as _,
         };
-        let __fsdp_call = __fsdp::pre_forward(
+        let (__fsdp_call, __fsdp_cast) = __fsdp::pre_forward_with_tables(
             self,
             |__fsdp_inputs| {
                 __fsdp::KnownTensors.collect(&first, __fsdp_inputs);
@@ -116,13 +124,16 @@ impl Block {
                 (&__fsdp::ValueProbe(&done)).collect(__fsdp_inputs);
             },
         );
+        let __fsdp_self = ::core::option::Option::as_ref(&__fsdp_cast).unwrap_or(self);
         let first = __fsdp::KnownTensors.map(&__fsdp_call, first);
         let second = __fsdp::KnownTensors.map(&__fsdp_call, second);
         let last = (&__fsdp::ValueProbe(&last)).kind().map(&__fsdp_call, last);
         let map = (&__fsdp::ValueProbe(&map)).kind().map(&__fsdp_call, map);
         let done = (&__fsdp::ValueProbe(&done)).kind().map(&__fsdp_call, done);
-        let __fsdp_output = self
-            .__fsdp_forward_mapped::<T, F>(first, second, last, map, done);
+        let __fsdp_output = __fsdp::run(
+            &__fsdp_call,
+            || __fsdp_self.__fsdp_forward_mapped::<T, F>(first, second, last, map, done),
+        );
         __fsdp::post_forward(__fsdp_call, __fsdp_output)
     }
     #[doc(hidden)]

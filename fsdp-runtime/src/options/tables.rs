@@ -90,7 +90,11 @@ mod tests {
     use super::*;
 
     /// Returns the dtype of the table at `blocks.1.rope` in a unit with a `param_dtype` of bf16.
-    fn dtype(options: &FsdpOptions, types: &[&'static str], in_device_dtype: bool) -> Option<DType> {
+    fn dtype(
+        options: &FsdpOptions,
+        types: &[&'static str],
+        in_device_dtype: bool,
+    ) -> Option<DType> {
         let param = Some(DType::BF16);
         let place = TablePlace { types, path: "blocks.1.rope", param, in_device_dtype };
         options.table_rules().dtype(place)

@@ -47,7 +47,8 @@ impl TableDtypes {
             let param = units[unit].precision.params;
             let place = TablePlace { types: &types, path: &path, param, in_device_dtype };
             let found = rules.dtype(place);
-            pinned.extend(rules.by_path(&path).and_then(|dtype| Some((module_type(&types)?, dtype))));
+            pinned
+                .extend(rules.by_path(&path).and_then(|dtype| Some((module_type(&types)?, dtype))));
             if let Some(found) = found.filter(|found| *found != dtype) {
                 cast.insert(path, found);
             }

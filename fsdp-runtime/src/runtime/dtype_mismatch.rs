@@ -41,7 +41,7 @@ fn text(panic: &(dyn Any + Send)) -> Option<&str> {
 fn mismatch(message: &str) -> Option<(String, [String; 2])> {
     const DTYPES: [&str; 5] = ["F64", "F32", "Flex32", "F16", "BF16"];
     let (before, after) = message.split_once("dtype mismatch")?;
-    let operation = before.split(": ").map(str::trim).rfind(|part| !part.is_empty())?;
+    let operation = before.rsplit(": ").map(str::trim).find(|part| !part.is_empty())?;
     let words = after.split(|c: char| !c.is_ascii_alphanumeric());
     let mut dtypes = words.filter(|word| DTYPES.contains(word)).map(str::to_string);
     Some((operation.trim_end_matches(':').to_string(), [dtypes.next()?, dtypes.next()?]))
@@ -53,7 +53,8 @@ mod tests {
 
     #[test]
     fn a_message_about_dtypes_names_the_operation_and_both() {
-        let assertion = "assertion `left == right` failed: matmul: dtype mismatch\n  left: BF16\n right: F32";
+        let assertion =
+            "assertion `left == right` failed: matmul: dtype mismatch\n  left: BF16\n right: F32";
         let names = |operation: &str, left: &str, right: &str| {
             Some((operation.to_string(), [left.to_string(), right.to_string()]))
         };

@@ -178,10 +178,7 @@ impl<T: UnitValue> Behind<T> for TensorsBehind {
         value.visit_tensors(visit);
     }
 
-    fn map_tensors(
-        value: Box<T>,
-        map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor,
-    ) -> Box<T> {
+    fn map_tensors(value: Box<T>, map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor) -> Box<T> {
         Box::new((*value).map_tensors(map))
     }
 }

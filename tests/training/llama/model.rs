@@ -44,9 +44,8 @@ impl Attention {
     /// where a query may not see a key.
     fn forward(&self, x: Tensor<3>, rope: &RotaryEncoding, mask: &Tensor<2, Bool>) -> Tensor<3> {
         let [batch, tokens, width] = x.dims();
-        let heads = |x: Tensor<3>, heads| {
-            x.reshape([batch, tokens, heads, width / HEADS]).swap_dims(1, 2)
-        };
+        let heads =
+            |x: Tensor<3>, heads| x.reshape([batch, tokens, heads, width / HEADS]).swap_dims(1, 2);
         let query = rotated(rope, heads(self.query.forward(x.clone()), HEADS));
         let key = repeated(rotated(rope, heads(self.key.forward(x.clone()), SHARED_HEADS)));
         let value = repeated(heads(self.value.forward(x), SHARED_HEADS));
@@ -112,7 +111,12 @@ impl Block {
         }
     }
 
-    pub fn forward(&self, x: Tensor<3>, rope: &RotaryEncoding, mask: &Tensor<2, Bool>) -> Tensor<3> {
+    pub fn forward(
+        &self,
+        x: Tensor<3>,
+        rope: &RotaryEncoding,
+        mask: &Tensor<2, Bool>,
+    ) -> Tensor<3> {
         let attended = self.attention.forward(self.attention_norm.forward(x.clone()), rope, mask);
         let x = x + attended;
         x.clone() + self.feed_forward.forward(self.norm.forward(x))

@@ -183,7 +183,8 @@ fn check_table_paths(
     };
     match options.buffer_dtype_at.iter().find(|(path, _)| !is_known(path)) {
         Some((path, _)) => {
-            let found: Vec<String> = tables.iter().map(|table| format!("`{}`", table.path)).collect();
+            let found: Vec<String> =
+                tables.iter().map(|table| format!("`{}`", table.path)).collect();
             let value = format!("`{path}`");
             let expected = format!(
                 "use the module path of a float tensor that is no parameter ({}), or of a unit",
