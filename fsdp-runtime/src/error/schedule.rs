@@ -57,9 +57,10 @@ pub enum ScheduleError {
     /// An argument of a unit under activation checkpointing that is a reference to a value with a trained
     /// parameter.
     #[error(
-        "an argument in the call of {unit} is a `&{input}` with a trained parameter, whose gradient the \
-         recomputation in backward would not compute; make it a field of the unit, compute its result \
-         outside and take that, or leave the unit out of `activation_checkpointing`"
+        "an argument in the call of {unit} is a `&{input}` with a trained parameter, which the \
+         recomputation in backward would use outside of the parameter's own unit; make it a field of the \
+         unit, compute its result outside and take that, or leave the unit out of \
+         `activation_checkpointing`"
     )]
     TrainedReference {
         /// Name of the unit.

@@ -1,6 +1,6 @@
 //! Operations of Burn on tensors of different dtypes, which panic in Burn, as typed errors.
 //!
-//! Flex checks the dtypes of an operation's operands. CubeCL devices do not.
+//! Flex checks the dtypes of an operation's operands and names them. On CubeCL devices Burn names none.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
