@@ -12,7 +12,7 @@ use super::ignored_gradients::OwnGradients;
 use super::model::Fsdp;
 use super::optimizer_check::{OptimizerCheck, Waiting};
 use crate::error::{Error, ScheduleError, raise};
-use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
+use crate::module::{FsdpModule, ParamVisitor, Sharded};
 use crate::param_group::memory::OptimizerStates;
 use crate::runtime::schedule::ErasedSchedule;
 
@@ -146,8 +146,7 @@ impl ParamVisitor for TakeGradients<'_> {
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(sharded) = Sharded::of(param) else { return };
         if let Some(gradient) = self.schedule.take_gradient(sharded.index) {
-            let ParamIndex { unit, param: entry } = sharded.index;
-            let spec = &self.schedule.units()[unit].params[entry];
+            let spec = self.schedule.spec(sharded.index);
             match self.hook.apply(spec, Tensor::<D>::from_dispatch(gradient)) {
                 Ok(gradient) => {
                     self.states.expect(param.id);

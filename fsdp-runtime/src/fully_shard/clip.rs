@@ -119,8 +119,7 @@ impl<M: FsdpModule> Fsdp<M> {
     fn non_finite(&self, gradients: &GradientsParams, norm: f64) -> Error {
         let mut find = FindNonFinite { gradients, first: None };
         self.module.visit_params(&mut find);
-        let path =
-            |index: ParamIndex| self.schedule.units()[index.unit].params[index.param].path.clone();
+        let path = |index| self.schedule.spec(index).path.clone();
         self.schedule.first_of_ranks(find.first).map_or_else(Error::from, |first| {
             let first = first.map(|(index, rank)| (path(index), rank));
             ScheduleError::NonFiniteNorm { norm, first }.into()
@@ -170,8 +169,7 @@ impl ParamVisitor for ReadGradients<'_> {
 /// Returns whether a parameter is the alias of a tied weight. Alias and owner may have one id, and
 /// so one gradient, which the owner counts.
 fn is_alias(schedule: &dyn ErasedSchedule, sharded: &Sharded) -> bool {
-    let ParamIndex { unit, param: entry } = sharded.index;
-    matches!(schedule.units()[unit].params[entry].placement, Placement::TiedTo(_))
+    matches!(schedule.spec(sharded.index).placement, Placement::TiedTo(_))
 }
 
 /// Multiplies the gradients of sharded and replicated parameters by a factor.

@@ -131,8 +131,8 @@ impl WholeParam {
         let (units, mesh) = (model.schedule.units(), model.mesh());
         let first = mesh.replica().index() * mesh.shard_size().size();
         let group: Vec<Rank> = mesh.world.ranks().skip(first).collect();
-        let path = |index: ParamIndex| units[index.unit].params[index.param].path.clone();
         let owners = owners(units, mesh).into_iter();
+        let path = |index| model.schedule.spec(index).path.clone();
         owners.map(|(index, owner)| (path(index), group[owner])).collect()
     }
 

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::layout::Mesh;
 use crate::module::{ParamIndex, RandomStream};
 use crate::options::ShardingStrategy;
-use crate::param_group::{Placement, Unit};
+use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// The state of a schedule on this rank.
 pub(crate) trait ScheduleState {
@@ -21,6 +21,10 @@ pub(crate) trait ScheduleState {
     fn mesh(&self) -> Mesh;
     /// Returns the model's units, in layout order.
     fn units(&self) -> &[Unit];
+    /// Returns the specification of a parameter.
+    fn spec(&self, index: ParamIndex) -> &ParamSpec {
+        &self.units()[index.unit].params[index.param]
+    }
     /// Returns the sharding strategy.
     fn strategy(&self) -> ShardingStrategy;
     /// Returns the communication thread of this rank.
