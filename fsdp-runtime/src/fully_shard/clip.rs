@@ -101,9 +101,7 @@ impl<M: FsdpModule> Fsdp<M> {
         options: &ClipOptions,
     ) -> Result<f64, Error> {
         let ClipOptions { max_norm, norm, error_if_nonfinite } = *options;
-        let mut read = ReadGradients { gradients, schedule: &*self.schedule, found: Vec::new() };
-        self.module.visit_params(&mut read);
-        let norm = self.schedule.gradient_norm(read.found, norm)?;
+        let norm = self.schedule.gradient_norm(self.read_gradients(gradients), norm)?;
         if error_if_nonfinite && !norm.is_finite() {
             return Err(self.non_finite(gradients, norm));
         }
@@ -115,35 +113,21 @@ impl<M: FsdpModule> Fsdp<M> {
         Ok(norm)
     }
 
+    /// Returns the gradients of sharded and replicated parameters.
+    fn read_gradients(&self, gradients: &GradientsParams) -> Vec<(ParamIndex, DispatchTensor)> {
+        let mut read = ReadGradients { gradients, schedule: &*self.schedule, found: Vec::new() };
+        self.module.visit_params(&mut read);
+        read.found
+    }
+
     /// Returns the error for a norm that is infinite or NaN.
     fn non_finite(&self, gradients: &GradientsParams, norm: f64) -> Error {
-        let mut find = FindNonFinite { gradients, first: None };
-        self.module.visit_params(&mut find);
-        let path = |index| self.schedule.spec(index).path.clone();
-        self.schedule.first_of_ranks(find.first).map_or_else(Error::from, |first| {
+        let first = self.schedule.first_non_finite(self.read_gradients(gradients));
+        first.map_or_else(Error::from, |first| {
+            let path = |index| self.schedule.spec(index).path.clone();
             let first = first.map(|(index, rank)| (path(index), rank));
             ScheduleError::NonFiniteNorm { norm, first }.into()
         })
-    }
-}
-
-/// The visitor that finds the first parameter, in layout order, with an element of the gradient that is
-/// infinite or NaN.
-struct FindNonFinite<'a> {
-    gradients: &'a GradientsParams,
-    first: Option<ParamIndex>,
-}
-
-impl ParamVisitor for FindNonFinite<'_> {
-    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(index) = Sharded::of(param).map(|sharded| sharded.index) else { return };
-        if self.first.is_some_and(|first| first <= index) {
-            return;
-        }
-        let Some(gradient) = self.gradients.get::<D>(param.id) else { return };
-        if gradient.into_data().iter::<f32>().any(|element| !element.is_finite()) {
-            self.first = Some(index);
-        }
     }
 }
 

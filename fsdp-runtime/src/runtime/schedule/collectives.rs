@@ -21,8 +21,12 @@ pub(crate) trait ScheduleCollectives {
         gradients: Vec<(ParamIndex, DispatchTensor)>,
         norm: Norm,
     ) -> Result<f64, Error>;
-    /// Returns the first of the parameters that the ranks name, with the lowest rank that names it.
-    fn first_of_ranks(&self, own: Option<ParamIndex>) -> Result<Option<(ParamIndex, Rank)>, Error>;
+    /// Returns the first parameter, in layout order, whose gradient has an element that is infinite or
+    /// NaN, and the lowest rank that stores such an element.
+    fn first_non_finite(
+        &self,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
+    ) -> Result<Option<(ParamIndex, Rank)>, Error>;
     /// Returns a full parameter, given its base. Returns `None` on a rank whose `keep` is `false`.
     fn full(
         &self,
@@ -106,8 +110,20 @@ impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
         Ok(norm.root(sum.fold(-0.0, |sum, part| norm.add(sum, part))))
     }
 
-    fn first_of_ranks(&self, own: Option<ParamIndex>) -> Result<Option<(ParamIndex, Rank)>, Error> {
-        let own = own.map(|index| (index.unit, index.param));
+    fn first_non_finite(
+        &self,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
+    ) -> Result<Option<(ParamIndex, Rank)>, Error> {
+        let gradients = self.lower_reduced(gradients).into_iter();
+        let parts = gradients.map(|(index, gradient)| {
+            let len = self.param(index).1.range().len();
+            ((index.unit, index.param), (gradient, 0..len))
+        });
+        let (indices, parts): (Vec<_>, Vec<_>) = parts.unzip();
+        // The infinity norm is the largest magnitude, or NaN if an element is.
+        let largest = StoredTensor::norm_sums(parts, Norm::Inf);
+        let named = indices.into_iter().zip(largest).filter(|(_, largest)| !largest.is_finite());
+        let own = named.map(|(index, _)| index).min();
         let op = Op::new("all_gather", "parameters with non-finite gradients");
         let all = self.comm.issue(move |group| group.exchange(&op, own)).wait()?;
         let ranks = self.settings.mesh.world.ranks();
