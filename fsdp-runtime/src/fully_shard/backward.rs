@@ -11,7 +11,7 @@ use super::gradient_hook::GradientHook;
 use super::ignored_gradients::OwnGradients;
 use super::model::Fsdp;
 use super::optimizer_check::{OptimizerCheck, Waiting};
-use crate::error::{Error, ScheduleError, raise};
+use crate::error::{Error, ScheduleError};
 use crate::module::{FsdpModule, ParamVisitor, Sharded};
 use crate::param_group::memory::OptimizerStates;
 use crate::runtime::schedule::ErasedSchedule;
@@ -76,7 +76,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ) -> Result<(GradientsParams, T), Error> {
         let _span = pass_span();
         self.schedule.begin_backward(accumulate);
-        let (mut own, value) = catch_error(|| catch_consumed_graph(|| pass(&self.module)))?;
+        let (mut own, value) = catch_backward(|| pass(&self.module))?;
         if accumulate {
             self.keep_gradients(&mut own)?;
             return Ok((GradientsParams::new(), value));
@@ -97,7 +97,7 @@ impl<M: FsdpModule> Fsdp<M> {
             return Err(ScheduleError::UntrackedLoss.into());
         }
         self.schedule.begin_backward(accumulate);
-        catch_error(|| catch_consumed_graph(|| loss.backward()))
+        catch_backward(|| loss.backward())
     }
 
     /// Completes a backward pass that the [`backward`](Self::backward) of another model ran, and
@@ -171,14 +171,16 @@ pub(super) fn catch_error<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
     })
 }
 
-/// Runs `f`, and raises [`ScheduleError::GraphConsumed`] in place of the panic with which Burn refuses a
-/// graph that an earlier backward pass has consumed.
-fn catch_consumed_graph<T>(f: impl FnOnce() -> T) -> T {
-    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|panic: Box<dyn Any + Send>| {
+/// Runs `pass`, which calls Burn's backward, and returns the typed [`Error`] if it unwinds with one. It is
+/// [`ScheduleError::GraphConsumed`] for the panic with which Burn refuses a graph that an earlier backward
+/// pass has consumed. Other panics continue.
+fn catch_backward<T>(pass: impl FnOnce() -> T) -> Result<T, Error> {
+    let caught = catch_unwind(AssertUnwindSafe(|| catch_error(pass)));
+    caught.unwrap_or_else(|panic: Box<dyn Any + Send>| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         match text.or_else(|| panic.downcast_ref::<&str>().copied()) {
             Some(text) if text.contains("graph tape has already been consumed") => {
-                raise(ScheduleError::GraphConsumed.into())
+                Err(ScheduleError::GraphConsumed.into())
             }
             _ => resume_unwind(panic),
         }
