@@ -37,6 +37,7 @@ chapters!(
     lora: "lora.md",
     offload: "offload.md",
     activation_checkpointing: "activation_checkpointing.md",
+    accumulation: "accumulation.md",
     layers: "layers.md",
     optimizers: "optimizers.md",
     checkpoints: "checkpoints.md",

@@ -14,6 +14,7 @@ mod language_model;
 mod linear;
 mod llama;
 mod lora;
+mod mean_over_tokens;
 mod memory_file;
 mod memory_timeline;
 mod mixed_dtypes;

@@ -1,6 +1,6 @@
 //! Errors of a sharded model in training.
 
-use super::text::{nonfinite, sizes};
+use super::text::{loss_of, nonfinite, sizes};
 use crate::layout::{Rank, StorageType};
 
 /// A use of a sharded model that its schedule does not support.
@@ -262,6 +262,34 @@ pub enum ScheduleError {
          self.up.weight.val()), |(x, up)| ..)`, or `detach` it"
     )]
     RecomputedCapture,
+    /// A micro-batch whose loss is a sum with a weight, in a step that began with means, or the other way
+    /// round.
+    #[error(
+        "the loss of this micro-batch is {}, but those of earlier ones of the same step are {}; in all \
+         micro-batches of a step, call `accumulate` and `backward` with means, or `accumulate_sum` and \
+         `backward_sum` with sums",
+        loss_of(*sum),
+        loss_of(!*sum)
+    )]
+    MixedLosses {
+        /// Whether the loss is a sum, and earlier ones were means.
+        sum: bool,
+    },
+    /// A weight of a loss that no gradient can be divided by.
+    #[error(
+        "the weight of the loss is {weight}; give `backward_sum` the number of counted tokens, or another \
+         number that is 0 or above and is neither NaN nor out of the range of f32"
+    )]
+    InvalidWeight {
+        /// The weight on this rank, or its sum over all ranks.
+        weight: f64,
+    },
+    /// A step in which no rank counts a token.
+    #[error(
+        "the weight of the loss is 0 on every rank and in every micro-batch of the step, so there is no \
+         mean; leave out a step without a counted token, and check that labels and masks do not exclude all"
+    )]
+    NoWeight,
     /// A loss with several elements, or without an autodiff graph.
     #[error("the loss is {found}; `backward` takes a tracked tensor of one element")]
     InvalidLoss {

@@ -51,6 +51,11 @@ pub(super) fn nonfinite(first: Option<&(String, Rank)>) -> String {
     }
 }
 
+/// Returns what losses are: sums, or means.
+pub(super) fn loss_of(sum: bool) -> &'static str {
+    if sum { "a sum with a weight" } else { "a mean" }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,7 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
 
 use super::gradient_hook::GradientHook;
-use super::ignored_gradients::OwnGradients;
+use super::ignored_gradients::{OwnGradients, scaled};
 use super::model::Fsdp;
 use super::optimizer_check::{OptimizerCheck, Waiting};
 use crate::error::{Error, ScheduleError};
@@ -23,18 +23,18 @@ impl<M: FsdpModule> Fsdp<M> {
     /// The gradients are those of this rank's shards and of the replicated parameters, averaged
     /// over all ranks, and those of this rank's ignored parameters, not averaged.
     ///
+    /// The mean over ranks weighs all ranks the same. Where they count different numbers of tokens, use
+    /// [`backward_sum`](Self::backward_sum).
+    ///
     /// # Errors
     ///
     /// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part
     /// within the time-out. [`ScheduleError`] if two units need the same gather buffer, if `loss` is not
-    /// one element with autodiff or depends on no trained parameter, or if an earlier backward pass
-    /// has consumed its graph.
+    /// one element with autodiff or depends on no trained parameter, if an earlier backward pass has
+    /// consumed its graph, or if an earlier micro-batch of the step has called
+    /// [`accumulate_sum`](Self::accumulate_sum).
     pub fn backward(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
-        let _span = pass_span();
-        let mut from = self.run_backward(loss, false)?;
-        let mut gradients = self.collect_gradients()?;
-        self.ignored_gradients.add(&self.module, &mut from, &mut gradients);
-        Ok(gradients)
+        self.end_step_with(loss, None)
     }
 
     /// Backpropagates the loss of a micro-batch and keeps the gradients. Every rank calls it.
@@ -47,8 +47,29 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// The errors of [`backward`](Self::backward).
     pub fn accumulate(&self, loss: Tensor<1>) -> Result<(), Error> {
+        self.continue_step_with(loss, None)
+    }
+
+    /// Backpropagates the loss of a step's last micro-batch, a sum where it has a weight, and returns the
+    /// gradients of the step.
+    pub(super) fn end_step_with(
+        &self,
+        loss: Tensor<1>,
+        weight: Option<f64>,
+    ) -> Result<GradientsParams, Error> {
         let _span = pass_span();
-        let mut from = self.run_backward(loss, true)?;
+        let mut from = self.run_backward(loss, weight, false)?;
+        self.collect_all_gradients(&mut from)
+    }
+
+    /// Backpropagates the loss of a micro-batch, a sum where it has a weight, and keeps the gradients.
+    pub(super) fn continue_step_with(
+        &self,
+        loss: Tensor<1>,
+        weight: Option<f64>,
+    ) -> Result<(), Error> {
+        let _span = pass_span();
+        let mut from = self.run_backward(loss, weight, true)?;
         self.keep_gradients(&mut from)
     }
 
@@ -56,7 +77,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// parameters.
     fn keep_gradients(&self, from: &mut impl OwnGradients) -> Result<(), Error> {
         let mut sums = GradientsParams::new();
-        self.ignored_gradients.add(&self.module, from, &mut sums);
+        self.ignored_gradients.add(&self.module, from, &mut sums, None);
         self.ignored_gradients.keep(sums);
         self.schedule.finish_backward()
     }
@@ -81,13 +102,17 @@ impl<M: FsdpModule> Fsdp<M> {
             self.keep_gradients(&mut own)?;
             return Ok((GradientsParams::new(), value));
         }
-        let mut gradients = self.collect_gradients()?;
-        self.ignored_gradients.add(&self.module, &mut own, &mut gradients);
-        Ok((gradients, value))
+        Ok((self.collect_all_gradients(&mut own)?, value))
     }
 
-    /// Runs Burn's backward pass; `accumulate` says that another micro-batch of the step follows.
-    fn run_backward(&self, loss: Tensor<1>, accumulate: bool) -> Result<Gradients, Error> {
+    /// Runs Burn's backward pass from a loss, which is a sum where it has a weight. `accumulate` says
+    /// that another micro-batch of the step follows.
+    fn run_backward(
+        &self,
+        loss: Tensor<1>,
+        weight: Option<f64>,
+        accumulate: bool,
+    ) -> Result<Gradients, Error> {
         if loss.dims() != [1] || !loss.is_autodiff() {
             let context = if loss.is_autodiff() { "with" } else { "without" };
             let found = format!("a tensor of shape {:?} {context} autodiff", loss.dims());
@@ -96,8 +121,13 @@ impl<M: FsdpModule> Fsdp<M> {
         if !self.schedule.is_tracked(loss.clone().into_dispatch()) {
             return Err(ScheduleError::UntrackedLoss.into());
         }
+        let added = self.schedule.add_loss(weight, accumulate)?;
+        let loss = match added.factor {
+            Some(factor) => loss.mul_scalar(factor),
+            None => loss,
+        };
         self.schedule.begin_backward(accumulate);
-        catch_backward(|| loss.backward())
+        catch_backward(|| loss.backward()).inspect_err(|_| self.schedule.remove_loss(added))
     }
 
     /// Completes a backward pass that the [`backward`](Self::backward) of another model ran, and
@@ -110,13 +140,32 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// The errors of [`backward`](Self::backward).
     pub fn collect_gradients(&self) -> Result<GradientsParams, Error> {
+        Ok(self.collect_reduced_gradients()?.0)
+    }
+
+    /// Completes a backward pass and returns the gradients of the step. `from` has those of ignored
+    /// parameters.
+    fn collect_all_gradients(
+        &self,
+        from: &mut impl OwnGradients,
+    ) -> Result<GradientsParams, Error> {
+        let (mut gradients, factor) = self.collect_reduced_gradients()?;
+        self.ignored_gradients.add(&self.module, from, &mut gradients, factor);
+        Ok(gradients)
+    }
+
+    /// Completes a backward pass. Returns the gradients of sharded and replicated parameters, and the
+    /// factor that they have been multiplied by, if it is not 1.
+    fn collect_reduced_gradients(&self) -> Result<(GradientsParams, Option<f64>), Error> {
         self.schedule.finish_backward()?;
+        let factor = self.schedule.end_losses();
         let check = &self.optimizer_check;
         let mut take = TakeGradients {
             schedule: &*self.schedule,
             check,
             states: &self.optimizer_states,
             hook: &self.gradient_hook,
+            factor,
             gradients: GradientsParams::new(),
             waiting: Vec::new(),
             failed: None,
@@ -125,7 +174,7 @@ impl<M: FsdpModule> Fsdp<M> {
         let TakeGradients { mut gradients, waiting, failed, .. } = take;
         failed.map_or(Ok(()), Err)?;
         check.add_gradients(waiting, &mut gradients);
-        Ok(gradients)
+        Ok((gradients, factor))
     }
 }
 
@@ -135,6 +184,8 @@ struct TakeGradients<'a> {
     check: &'a OptimizerCheck,
     states: &'a OptimizerStates,
     hook: &'a GradientHook,
+    /// Number that the gradients are multiplied by.
+    factor: Option<f64>,
     gradients: GradientsParams,
     /// Trained shards whose optimizer has not been checked.
     waiting: Vec<Waiting>,
@@ -147,7 +198,8 @@ impl ParamVisitor for TakeGradients<'_> {
         let Some(sharded) = Sharded::of(param) else { return };
         if let Some(gradient) = self.schedule.take_gradient(sharded.index) {
             let spec = self.schedule.spec(sharded.index);
-            match self.hook.apply(spec, Tensor::<D>::from_dispatch(gradient)) {
+            let gradient = scaled(Tensor::<D>::from_dispatch(gradient), self.factor);
+            match self.hook.apply(spec, gradient) {
                 Ok(gradient) => {
                     self.states.expect(param.id);
                     self.gradients.register(param.id, gradient);

@@ -33,15 +33,24 @@ impl IgnoredGradients {
     }
 
     /// Adds to `sums` the gradients of the module's ignored parameters: those in `from`, and those
-    /// of earlier micro-batches.
+    /// of earlier micro-batches. They are multiplied by `factor`, if there is one.
     pub(super) fn add<M: FsdpModule>(
         &self,
         module: &M,
         from: &mut impl OwnGradients,
         sums: &mut GradientsParams,
+        factor: Option<f64>,
     ) {
         let mut earlier = self.take();
-        module.visit_params(&mut AddGradients { from, earlier: &mut earlier, sums });
+        module.visit_params(&mut AddGradients { from, earlier: &mut earlier, sums, factor });
+    }
+}
+
+/// Returns a gradient multiplied by `factor`, if there is one.
+pub(super) fn scaled<const D: usize>(gradient: Tensor<D>, factor: Option<f64>) -> Tensor<D> {
+    match factor {
+        Some(factor) => gradient.mul_scalar(factor),
+        None => gradient,
     }
 }
 
@@ -68,6 +77,7 @@ struct AddGradients<'a, G> {
     from: &'a mut G,
     earlier: &'a mut GradientsParams,
     sums: &'a mut GradientsParams,
+    factor: Option<f64>,
 }
 
 impl<G: OwnGradients> ParamVisitor for AddGradients<'_, G> {
@@ -81,7 +91,7 @@ impl<G: OwnGradients> ParamVisitor for AddGradients<'_, G> {
             (earlier, gradient) => earlier.or(gradient),
         };
         if let Some(sum) = sum {
-            self.sums.register(param.id, sum);
+            self.sums.register(param.id, scaled(sum, self.factor));
         }
     }
 }

@@ -2,9 +2,10 @@
 //!
 //! Imports point one way: optimizer_probe <- optimizer_check; init, ignored_gradients,
 //! gradient_hook, optimizer_check, step_in_f32 <- model <- construct, backward, clip, display, stats;
-//! backward <- unshard <- control.
+//! backward <- backward_sum, unshard; unshard <- control.
 
 mod backward;
+mod backward_sum;
 mod clip;
 mod construct;
 mod control;

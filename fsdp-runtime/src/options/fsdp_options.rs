@@ -172,8 +172,8 @@ impl FsdpOptions {
     /// Sets the number by which the sum of all ranks' gradients is divided. Default: the number of
     /// ranks, so that gradients are means.
     ///
-    /// With 1, gradients are sums. The number must be positive and finite. FSDP2's
-    /// `set_gradient_divide_factor`;
+    /// With 1, gradients are sums. The number must be positive and finite. It has no effect on gradients of
+    /// [`Fsdp::backward_sum`](crate::Fsdp::backward_sum). FSDP2's `set_gradient_divide_factor`;
     /// [`Fsdp::set_gradient_divide_factor`](crate::Fsdp::set_gradient_divide_factor) changes it later.
     pub const fn with_gradient_divide_factor(mut self, factor: f64) -> Self {
         self.gradient_divide_factor = Some(factor);

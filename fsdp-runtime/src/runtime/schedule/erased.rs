@@ -5,13 +5,20 @@ use super::collectives::ScheduleCollectives;
 use super::control::ScheduleControl;
 use super::core::Schedule;
 use super::hold::ScheduleHolds;
+use super::losses::ScheduleLosses;
 use super::metrics::ScheduleMetrics;
 use crate::backend::ModelBackend;
 use crate::module::Runtime;
 
 /// The schedule of a sharded model, for any backend.
 pub(crate) trait ErasedSchedule:
-    Runtime + ScheduleMetrics + ScheduleState + ScheduleCollectives + ScheduleHolds + ScheduleControl
+    Runtime
+    + ScheduleMetrics
+    + ScheduleState
+    + ScheduleLosses
+    + ScheduleCollectives
+    + ScheduleHolds
+    + ScheduleControl
 {
 }
 

@@ -21,11 +21,11 @@
 //! Every step is traced with `tracing`, under the target `fsdp`, in the order of execution.
 //!
 //! Order of the files, from the bottom up: `counters`, `decide`, `settings`, `open_group`,
-//! `unit_state`, `unit_call`, `reduction`, `buffers`, `peer_shards`, `state`, `core`, `saved`,
-//! `reshard`, `unshard`, `exchange_shards`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
+//! `unit_state`, `unit_call`, `reduction`, `buffers`, `peer_shards`, `step_loss`, `state`, `core`,
+//! `saved`, `reshard`, `unshard`, `exchange_shards`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
 //! `group`, `prefetch`, `reduce_codes`, `reduce`, `cast_replicated`, `backward`,
 //! `recompute_first_run`, `recompute_backward`, `materialize`, `forward`. The interfaces
-//! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `collectives`, `erased`.
+//! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `losses`, `collectives`, `erased`.
 
 mod access;
 mod autodiff_hooks;
@@ -43,6 +43,7 @@ mod exchange_shards;
 mod forward;
 mod group;
 mod hold;
+mod losses;
 mod materialize;
 mod metrics;
 mod open_group;
@@ -59,6 +60,7 @@ mod saved;
 mod settings;
 mod single_gather;
 mod state;
+mod step_loss;
 mod unit_call;
 mod unit_state;
 mod unshard;

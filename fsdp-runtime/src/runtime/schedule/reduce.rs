@@ -160,7 +160,7 @@ impl<B: ModelBackend> Schedule<B> {
         if matches!(replicas, Replicas::Now { .. }) {
             count(&self.counters.all_reduces);
         }
-        let factor = state.gradients.divide_factor;
+        let factor = state.gradients.divide_factor();
         let job = ReduceUnit {
             unit: index,
             op: Op::new(name, unit.name.clone()).of(unit.num_params()),

@@ -8,6 +8,7 @@ use super::decide::{ForwardOrder, Timing};
 use super::peer_shards::PeerShards;
 use super::reduction::Reduction;
 use super::settings::Settings;
+use super::step_loss::StepLoss;
 use super::unit_call::UnitCall;
 use super::unit_state::UnitState;
 use crate::backend::{ModelBackend, Raw, ShardBackend};
@@ -90,6 +91,7 @@ impl<B: ModelBackend> State<B> {
                 reductions: VecDeque::new(),
                 accumulating: false,
                 continuing: false,
+                loss: None,
                 reduced_bytes: 0,
                 divide_factor: settings.gradient_divide_factor,
                 accumulation: settings.timing.accumulation,
@@ -116,6 +118,8 @@ pub(super) struct GradientState<B: ModelBackend> {
     /// Whether the backward pass that has begun follows an accumulated one of the same step. It may
     /// have begun before its forward.
     pub(super) continuing: bool,
+    /// What the losses of the step are; `None` before the first one.
+    pub(super) loss: Option<StepLoss>,
     /// Bytes of reduced gradients, which are counted until the next forward.
     pub(super) reduced_bytes: usize,
     /// Number by which sums of gradients are divided, if it is not the number of ranks.
@@ -128,6 +132,12 @@ impl<B: ModelBackend> GradientState<B> {
     /// Returns whether the gradients of micro-batches are accumulated before they are reduced.
     pub(super) fn holds_unsharded(&self) -> bool {
         Timing::holds_unsharded(self.accumulation)
+    }
+
+    /// Returns the number by which the sums of gradients of the present step are divided, if it is not
+    /// the number of ranks. Gradients of sums are divided by their weights, whatever the setting is.
+    pub(super) fn divide_factor(&self) -> Option<f64> {
+        self.divide_factor.filter(|_| !matches!(self.loss, Some(StepLoss::Sum(_))))
     }
 }
 
