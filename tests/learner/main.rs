@@ -8,6 +8,7 @@ mod support;
 
 mod dashboard;
 mod killed;
+mod mean_loss;
 mod mnist;
 mod model;
 mod outputs;

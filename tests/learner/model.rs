@@ -5,9 +5,11 @@ use burn::data::dataset::InMemDataset;
 use burn::module::{Module, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig};
+use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn::train::{ClassificationOutput, InferenceStep, TrainOutput, TrainStep};
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::train::mean_loss;
 
 const FEATURES: usize = 6;
 const WIDTH: usize = 10;
@@ -32,6 +34,8 @@ impl Block {
 pub struct Net {
     blocks: Vec<Block>,
     head: Linear,
+    /// Whether the loss is the mean over the rows of classes other than 0.
+    sums: bool,
 }
 
 #[fsdp_unit]
@@ -40,8 +44,16 @@ impl Net {
         let x = self.blocks.iter().fold(batch.rows, |x, block| block.forward(x));
         let output = self.head.forward(x);
         let device = output.device();
-        let loss = CrossEntropyLossConfig::new().init(&device);
-        let loss = loss.forward(output.clone(), batch.targets.clone());
+        let loss = if self.sums {
+            let targets = batch.targets.clone();
+            let counted = targets.clone().not_equal_elem(0).float();
+            let weight = f64::from(counted.clone().sum().into_scalar::<f32>());
+            let losses = log_softmax(output.clone(), 1).gather(1, targets.unsqueeze_dim(1));
+            mean_loss((losses.squeeze_dim::<1>(1).neg() * counted).sum(), weight)
+        } else {
+            let loss = CrossEntropyLossConfig::new().init(&device);
+            loss.forward(output.clone(), batch.targets.clone())
+        };
         ClassificationOutput::new(loss, output, batch.targets)
     }
 }
@@ -60,7 +72,13 @@ fn linear(from: usize, to: usize, device: &Device) -> Linear {
 impl Net {
     pub fn new(device: &Device) -> Self {
         let block = |from| Block { linear: linear(from, WIDTH, device) };
-        Self { blocks: vec![block(FEATURES), block(WIDTH)], head: linear(WIDTH, CLASSES, device) }
+        let blocks = vec![block(FEATURES), block(WIDTH)];
+        Self { blocks, head: linear(WIDTH, CLASSES, device), sums: false }
+    }
+
+    /// Sets whether the loss is the mean over the rows of classes other than 0.
+    pub fn with_sums(self, sums: bool) -> Self {
+        Self { sums, ..self }
     }
 
     /// Returns the weights of the last layer.

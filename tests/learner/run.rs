@@ -33,6 +33,10 @@ pub const BATCH: usize = 16;
 pub struct Run {
     pub world: usize,
     pub epochs: usize,
+    /// Items of one batch of all ranks.
+    pub batch: usize,
+    /// Whether the loss is a sum with a weight.
+    pub sums: bool,
     pub accumulation: Option<usize>,
     pub clip: Option<f64>,
     pub shuffle: Option<u64>,
@@ -48,6 +52,8 @@ impl Run {
         Self {
             world,
             epochs: 2,
+            batch: BATCH,
+            sums: false,
             accumulation: None,
             clip: None,
             shuffle: None,
@@ -109,12 +115,13 @@ where
 /// Runs Burn's own strategy for one device on the whole model. Returns the last layer's weights.
 pub fn plain(run: &Run, folder: &Path) -> Vec<f32> {
     let device = Device::flex().autodiff();
-    let load = |dataset| DataLoaderBuilder::new(Rows).batch_size(BATCH).build(dataset);
+    let load = |dataset| DataLoaderBuilder::new(Rows).batch_size(run.batch).build(dataset);
     let training =
         SupervisedTraining::<Net>::new(folder, load(rows(0, TRAIN)), load(rows(500, VALID)));
     let training = with_settings(run, training)
         .with_training_strategy(ExecutionStrategy::single(device.clone()).into());
-    let learner = Learner::new(Net::new(&device), (run.optimizer)(), schedule());
+    let net = Net::new(&device).with_sums(run.sums);
+    let learner = Learner::new(net, (run.optimizer)(), schedule());
     training.launch(learner).model.head_weights()
 }
 
@@ -142,7 +149,7 @@ pub fn training(
     worker: &Worker,
     train: InMemDataset<Row>,
 ) -> SupervisedTraining<Fsdp<Net>> {
-    let loader = |dataset| RankLoader::new(Rows, dataset, worker).batch_size(BATCH / run.world);
+    let loader = |dataset| RankLoader::new(Rows, dataset, worker).batch_size(run.batch / run.world);
     let train = match run.shuffle {
         Some(seed) => loader(train).shuffle(seed).build(),
         None => loader(train).equal_lengths(true).build(),
@@ -154,7 +161,8 @@ pub fn training(
 
 /// Returns the learner of a run on one rank.
 pub fn learner(run: &Run, worker: &Worker) -> Result<Learner<Fsdp<Net>>, Error> {
-    let model = fully_shard(Net::new(worker.device()), worker, run.options.clone())?;
+    let net = Net::new(worker.device()).with_sums(run.sums);
+    let model = fully_shard(net, worker, run.options.clone())?;
     Ok(Learner::new(model, (run.optimizer)(), schedule()))
 }
 

@@ -16,7 +16,8 @@
 //! # What differs from Burn's strategies
 //!
 //! - A batch of the loader is one rank's batch. Gradients are averaged over ranks, and with
-//!   `grads_accumulation` they are the sum over micro-batches, as Burn has it.
+//!   `grads_accumulation` they are the sum over micro-batches, as Burn has it. For a mean over tokens,
+//!   of which ranks and micro-batches have different numbers, a step calls [`mean_loss`](mean_loss()).
 //! - Burn's checkpointers and `checkpoint(epoch)` are errors: use [`FsdpStrategy::with_checkpoints`] and
 //!   [`FsdpStrategy::with_resume_latest`].
 //! - An optimizer that clips by norm is an error: use [`FsdpStrategy::with_max_grad_norm`].
@@ -25,7 +26,7 @@
 //! - Burn's own data loaders give every rank all of the data, and are an error in training at several
 //!   ranks. [`FsdpStrategy::with_own_data_split`] accepts them where each gets its own part.
 //!
-//! Imports point one way: output, permutation, position, prefetch, handover, silent, events <-
+//! Imports point one way: output, permutation, position, prefetch, handover, mean_loss, silent, events <-
 //! loader, steps, supervised, turn <- seen, checkpoints <- settings <- fit <- strategy.
 #![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::learner) is about this module.")]
 
@@ -34,6 +35,7 @@ mod events;
 mod fit;
 mod handover;
 mod loader;
+mod mean_loss;
 mod output;
 mod permutation;
 mod position;
@@ -47,6 +49,7 @@ mod supervised;
 mod turn;
 
 pub use self::loader::RankLoader;
+pub use self::mean_loss::mean_loss;
 pub use self::output::RankOutput;
 pub use self::strategy::FsdpStrategy;
 pub use self::supervised::supervised;

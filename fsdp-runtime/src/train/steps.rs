@@ -6,6 +6,7 @@ use burn::train::{InferenceStep, TrainOutput, TrainStep};
 use fsdp_kernels::batched_steps;
 
 use super::handover;
+use super::mean_loss::StepScope;
 use crate::error::{Error, raise};
 use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
@@ -16,7 +17,8 @@ impl<M: FsdpModule + TrainStep + 'static> TrainStep for Fsdp<M> {
     type Input = M::Input;
     type Output = M::Output;
 
-    /// Runs the module's step. The gradients are those of [`Fsdp::backward`]. Every rank calls it.
+    /// Runs the module's step. The gradients are those of [`Fsdp::backward`], or of
+    /// [`Fsdp::backward_sum`] if the step calls [`mean_loss`](super::mean_loss()). Every rank calls it.
     ///
     /// # Panics
     ///
@@ -70,7 +72,9 @@ pub(super) fn train_step<M: FsdpModule + TrainStep>(
     accumulate: bool,
 ) -> Result<TrainOutput<M::Output>, Error> {
     let pass = |module: &M| {
+        let scope = StepScope::begin(model.schedule.clone(), accumulate);
         let TrainOutput { grads, item } = TrainStep::step(module, item);
+        scope.end().unwrap_or_else(|error| raise(error));
         (grads, item)
     };
     let (grads, item) = model.run_pass(accumulate, pass)?;
