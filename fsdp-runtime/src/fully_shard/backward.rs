@@ -40,7 +40,8 @@ impl<M: FsdpModule> Fsdp<M> {
     /// Backpropagates the loss of a micro-batch and keeps the gradients. Every rank calls it.
     ///
     /// The [`backward`](Self::backward) that ends the step returns the sum of the gradients of all
-    /// micro-batches. For their mean, divide each loss by the number of micro-batches.
+    /// micro-batches. For their mean, divide each loss by the number of micro-batches; where these
+    /// count different numbers of tokens, use [`accumulate_sum`](Self::accumulate_sum).
     /// [`GradientAccumulation`](crate::options::GradientAccumulation) says what each micro-batch costs.
     ///
     /// # Errors
