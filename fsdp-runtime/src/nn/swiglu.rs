@@ -2,10 +2,11 @@
 
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
-use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::nn::LinearLayout;
 use burn::tensor::activation::silu;
 use burn::tensor::{Device, Tensor};
 
+use super::linear::{Linear, LinearConfig};
 use crate::backend::ops::swiglu_tracked;
 use crate::module::{FsdpModule, Node, ParamMapper, ParamVisitor};
 
@@ -29,12 +30,12 @@ use crate::module::{FsdpModule, Node, ParamMapper, ParamVisitor};
 /// The feed-forward block of a Llama:
 ///
 /// ```
-/// use burn::nn::Linear;
 /// use burn::tensor::Tensor;
-/// use fsdp_runtime::nn::swiglu;
+/// use fsdp_runtime::nn::{Linear, swiglu};
 ///
 /// fn feed_forward([gate, up, down]: &[Linear; 3], x: Tensor<3>) -> Tensor<3> {
-///     down.forward(swiglu(gate.forward(x.clone()), up.forward(x)))
+///     let [gate, up] = Linear::forward_each([gate, up], x);
+///     down.forward(swiglu(gate, up))
 /// }
 /// ```
 pub fn swiglu<const D: usize>(gate: Tensor<D>, up: Tensor<D>) -> Tensor<D> {
@@ -97,19 +98,20 @@ impl SwiGlu {
     /// - input: `[.., d_input]`
     /// - output: `[.., d_output]`
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        swiglu(self.linear_inner.forward(input.clone()), self.linear_outer.forward(input))
+        let [gate, up] = Linear::forward_each([&self.linear_inner, &self.linear_outer], input);
+        swiglu(gate, up)
     }
 }
 
 impl From<burn::nn::SwiGlu> for SwiGlu {
     fn from(layer: burn::nn::SwiGlu) -> Self {
-        Self { linear_inner: layer.linear_inner, linear_outer: layer.linear_outer }
+        Self { linear_inner: layer.linear_inner.into(), linear_outer: layer.linear_outer.into() }
     }
 }
 
 impl From<SwiGlu> for burn::nn::SwiGlu {
     fn from(layer: SwiGlu) -> Self {
-        Self { linear_inner: layer.linear_inner, linear_outer: layer.linear_outer }
+        Self { linear_inner: layer.linear_inner.into(), linear_outer: layer.linear_outer.into() }
     }
 }
 

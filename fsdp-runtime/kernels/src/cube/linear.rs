@@ -14,19 +14,10 @@ use super::buffer_slice::BufferSlice;
 use super::device::rounds_in_integers;
 use super::gelu::{bell, distribution};
 use super::rounding::narrowed;
-use super::rows::power;
 use super::span::{Span, row_span};
+use super::swiglu::logistic;
 use super::tensors::{contiguous, element, empty};
 use crate::linear::{GELU_CUBE, GELU_SLOPE, LinearActivation};
-
-/// Returns the logistic function, 1 / (1 + e⁻ˣ).
-#[cube]
-fn logistic<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
-    let one = Vector::<f32, N>::new(1.0f32);
-    let tail = power(-Vector::abs(x));
-    let least = tail / (one + tail);
-    select_many(x.less_than(&Vector::<f32, N>::new(0.0f32)), least, one - least)
-}
 
 /// Returns the argument of the logistic function in the tanh approximation of the GELU.
 #[cube]

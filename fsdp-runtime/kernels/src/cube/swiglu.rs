@@ -13,7 +13,7 @@ use super::tensors::{contiguous, element, empty};
 
 /// Returns the logistic function `1 / (1 + e⁻ˣ)`.
 #[cube]
-fn logistic<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+pub(super) fn logistic<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let (zero, one) = (Vector::<f32, N>::new(0.0f32), Vector::<f32, N>::new(1.0f32));
     let power = Vector::exp(zero - Vector::abs(x));
     select_many(x.less_than(&zero), power, one) / (one + power)

@@ -7,12 +7,12 @@ use burn::tensor::{Shape, TensorData};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::exp::exp_of_negative;
 use super::float::{KernelFloat, slice};
 use super::gelu::normal;
 use super::loops::indexed;
 use super::new_tensor::{Uninit, new_tensor_in_parts};
 use super::rows::{row_len, task_len};
+use super::swiglu::logistic;
 use crate::linear::{GELU_CUBE, GELU_SLOPE, LinearActivation};
 
 /// Implements [`Kernels::biased`](crate::Kernels::biased) for a product that no other tensor shares, and
@@ -168,12 +168,4 @@ fn each_row<'a, E: KernelFloat>(
 #[inline(always)]
 fn gelu_argument(x: f32) -> f32 {
     GELU_SLOPE * (x + GELU_CUBE * x * x * x)
-}
-
-/// Returns the logistic function, 1 / (1 + e⁻ˣ).
-#[inline(always)]
-fn logistic(x: f32) -> f32 {
-    let tail = exp_of_negative(-x.abs());
-    let least = tail / (1.0 + tail);
-    if x < 0.0 { least } else { 1.0 - least }
 }

@@ -69,7 +69,7 @@ fn backward_slice<'a, E: KernelFloat>(
 
 /// Returns the logistic function `1 / (1 + e⁻ˣ)`.
 #[inline(always)]
-fn logistic(x: f32) -> f32 {
+pub(super) fn logistic(x: f32) -> f32 {
     let power = exp_of_negative(-x.abs());
     let above = if x < 0.0 { power } else { 1.0 };
     above / (1.0 + power)
