@@ -6,6 +6,7 @@
 
 mod backward;
 mod forward;
+mod matrices;
 mod shared_input;
 
 use burn::backend::TensorMetadata;
@@ -13,6 +14,7 @@ use burn::tensor::{DType, Tensor};
 use fsdp_kernels::{Float, LinearActivation, Tracked, takes};
 
 use self::forward::record;
+use self::matrices::{in_shape, rows};
 pub(crate) use self::shared_input::SharedInput;
 use super::error::KernelError;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
@@ -140,8 +142,8 @@ fn apply<B: ModelBackend>(
         let input = tensors.next()?;
         let shape = input.shape();
         let params = Params::from_list(tensors, rule);
-        let results = forward::forward::<B>(forward::rows::<B>(input), &params, rule.activation);
-        return Some(FloatTensor::Plain(forward::in_shape::<B>(results.output, shape)));
+        let results = forward::forward::<B>(rows::<B>(input), &params, rule.activation);
+        return Some(FloatTensor::Plain(in_shape::<B>(results.output, shape)));
     };
     if !plain.is_empty() {
         return None;

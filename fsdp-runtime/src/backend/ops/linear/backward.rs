@@ -8,7 +8,7 @@ use burn::tensor::{DType, Shape};
 use burn_std::Scalar;
 use fsdp_kernels::{Float, Kernels, LinearActivation};
 
-use super::forward::{add_product, in_shape, rows};
+use super::matrices::{in_shape, rows, sum_of_products};
 use super::shared_input::GradientSum;
 use super::{Params, Rule, gradient_dtype};
 use crate::backend::model_backend::{ModelBackend, cast_model};
@@ -84,20 +84,6 @@ fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Flo
         };
     }
     results
-}
-
-/// Returns a sum plus products of matrices, or the sum of the products. There is a product.
-pub(super) fn sum_of_products<B: ModelBackend>(
-    sum: Option<Float<B>>,
-    factors: Vec<[Float<B>; 2]>,
-) -> Float<B> {
-    let sum = factors.into_iter().fold(sum, |sum, [a, b]| {
-        Some(match sum {
-            None => B::float_matmul(a, b),
-            Some(sum) => add_product::<B>(sum, [a, b]),
-        })
-    });
-    sum.expect("at least one product")
 }
 
 /// Returns the gradient of the result before the activation.

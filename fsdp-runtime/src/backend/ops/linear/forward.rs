@@ -3,11 +3,11 @@
 use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::ops::{Backward, OpsKind};
-use burn::tensor::Shape;
 use burn_std::Scalar;
 use fsdp_kernels::{Float, Kernels, LinearActivation, Tracked};
 
 use super::backward::{Linear, State};
+use super::matrices::{add_product, in_shape, rows};
 use super::shared_input::GradientSum;
 use super::{Params, Rule};
 use crate::backend::model_backend::ModelBackend;
@@ -20,31 +20,6 @@ pub(super) struct Results<T> {
     product: Option<T>,
     /// The product of the input and the first factor of the adapter, times the adapter's scale.
     low: Option<T>,
-}
-
-/// Returns a tensor `[.., columns]` as the matrix of its rows.
-pub(super) fn rows<B: ModelBackend>(tensor: Float<B>) -> Float<B> {
-    let shape = tensor.shape();
-    let columns = shape[shape.num_dims() - 1];
-    let rows = shape.num_elements() / columns;
-    B::float_reshape(tensor, Shape::from([rows, columns]))
-}
-
-/// Returns a matrix of rows in the shape `shape`, but for the last dimension.
-pub(super) fn in_shape<B: ModelBackend>(matrix: Float<B>, mut shape: Shape) -> Float<B> {
-    let last = shape.num_dims() - 1;
-    shape[last] = matrix.shape()[1];
-    B::float_reshape(matrix, shape)
-}
-
-/// Returns `target + a · b`, without lowering tensors.
-pub(super) fn add_product<B: ModelBackend>(target: Float<B>, [a, b]: [Float<B>; 2]) -> Float<B> {
-    let output = (target.shape(), target.dtype());
-    let mut sums = B::defer(vec![target, a, b], vec![output], |buffers| {
-        let [target, a, b] = <[_; 3]>::try_from(buffers).expect("three matrices");
-        vec![B::Raw::add_product(target, [a, b])]
-    });
-    sums.pop().expect("`defer` returns one tensor for each output")
 }
 
 /// Applies the layer to a matrix of rows.

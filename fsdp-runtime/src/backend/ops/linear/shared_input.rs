@@ -16,8 +16,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{Shape, Tensor};
 use fsdp_kernels::{Float, IgnorePoison, Tracked};
 
-use super::backward::sum_of_products;
-use super::forward::in_shape;
+use super::matrices::{in_shape, sum_of_products};
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
 use crate::error::ShardError;
 
