@@ -174,10 +174,15 @@ pub(crate) fn raise(error: Error) -> ! {
     std::panic::resume_unwind(Box::new(error))
 }
 
+/// Returns the text that a program panicked with, if it has one.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> Option<&str> {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied())
+}
+
 /// Returns the message of a panic, or the text of the [`Error`] that [`raise`] unwound with.
 pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-    text.or_else(|| panic.downcast_ref::<String>().cloned())
-        .or_else(|| panic.downcast_ref::<Error>().map(ToString::to_string))
+    let text = panic_text(panic).map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<Error>().map(ToString::to_string))
         .unwrap_or_else(|| "a panic without a message".into())
 }

@@ -11,7 +11,7 @@ use super::gradient_hook::GradientHook;
 use super::ignored_gradients::{OwnGradients, scaled};
 use super::model::Fsdp;
 use super::optimizer_check::{OptimizerCheck, Waiting};
-use crate::error::{Error, ScheduleError};
+use crate::error::{Error, ScheduleError, panic_text};
 use crate::module::{FsdpModule, ParamVisitor, Sharded};
 use crate::param_group::memory::OptimizerStates;
 use crate::runtime::schedule::ErasedSchedule;
@@ -229,14 +229,11 @@ pub(super) fn catch_error<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
 /// pass has consumed. Other panics continue.
 fn catch_backward<T>(pass: impl FnOnce() -> T) -> Result<T, Error> {
     let caught = catch_unwind(AssertUnwindSafe(|| catch_error(pass)));
-    caught.unwrap_or_else(|panic: Box<dyn Any + Send>| {
-        let text = panic.downcast_ref::<String>().map(String::as_str);
-        match text.or_else(|| panic.downcast_ref::<&str>().copied()) {
-            Some(text) if text.contains("graph tape has already been consumed") => {
-                Err(ScheduleError::GraphConsumed.into())
-            }
-            _ => resume_unwind(panic),
+    caught.unwrap_or_else(|panic: Box<dyn Any + Send>| match panic_text(&*panic) {
+        Some(text) if text.contains("graph tape has already been consumed") => {
+            Err(ScheduleError::GraphConsumed.into())
         }
+        _ => resume_unwind(panic),
     })
 }
 

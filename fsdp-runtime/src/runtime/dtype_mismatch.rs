@@ -2,11 +2,10 @@
 //!
 //! Flex checks the dtypes of an operation's operands and names them. On CubeCL devices Burn names none.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::hooks::{Call, OpenCall};
-use crate::error::{ScheduleError, raise};
+use crate::error::{ScheduleError, panic_text, raise};
 
 /// Runs the body of a unit's forward.
 ///
@@ -21,16 +20,11 @@ pub fn run<O>(call: &Call, forward: impl FnOnce() -> O) -> O {
         Ok(output) => return output,
         Err(panic) => panic,
     };
-    if let Some((operation, [left, right])) = text(&*panic).and_then(mismatch) {
+    if let Some((operation, [left, right])) = panic_text(&*panic).and_then(mismatch) {
         let unit = runtime.unit_name(*unit);
         raise(ScheduleError::DtypeMismatch { unit, operation, left, right }.into());
     }
     resume_unwind(panic)
-}
-
-/// Returns the message of a panic, if it has one.
-fn text(panic: &(dyn Any + Send)) -> Option<&str> {
-    panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(|it| &**it))
 }
 
 /// Returns the operation and the two dtypes that Burn's message about a mismatch of float dtypes
