@@ -24,8 +24,11 @@ use fsdp_runtime::prelude::*;
 
 #[path = "common/gpt2.rs"]
 mod gpt2;
+#[path = "common/resident.rs"]
+mod resident;
 
 use gpt2::Gpt2;
+use resident::resident;
 
 const WAYS: [&str; 3] = ["full", "lora", "lora-nf4"];
 const TORCH_WAYS: [&str; 2] = ["full", "lora"];
@@ -175,14 +178,6 @@ fn steps(worker: &Worker, cli: &Cli, way: &str) -> Result<Measured, Error> {
         }
         eprintln!("{way} step {step}: loss {value:.4}");
     }
-    measured.peak = peak();
+    measured.peak = resident().map_or(f64::NAN, |(_, peak)| peak);
     Ok(measured)
-}
-
-/// Returns the peak resident memory of this process in MB.
-fn peak() -> f64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
-    let kib = line.and_then(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
-    kib.map_or(f64::NAN, |kib| kib * 1024.0 / 1e6)
 }

@@ -17,24 +17,16 @@ use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
 
 #[path = "../tests/support/mlp.rs"]
 mod mlp;
+#[path = "common/resident.rs"]
+mod resident;
 
 use mlp::{Mlp, Sizes};
+use resident::resident;
 
 const WIDTH: usize = 768;
 const HIDDEN: usize = 6 * WIDTH;
 const SIZES: Sizes = Sizes { blocks: 14, width: WIDTH, hidden: HIDDEN, outputs: 2 };
 const WORLD: usize = 4;
-
-/// Resident memory of this process in MB: now, and at its peak.
-fn resident() -> Option<(f64, f64)> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let field = |name: &str| {
-        let line = status.lines().find(|line| line.starts_with(name))?;
-        let kib: f64 = line.split_whitespace().nth(1)?.parse().ok()?;
-        Some(kib * 1024.0 / 1e6)
-    };
-    Some((field("VmRSS:")?, field("VmHWM:")?))
-}
 
 /// Starts a new peak.
 fn reset_peak() {
