@@ -8,7 +8,7 @@ use burn::tensor::{DType, Shape};
 use super::attention::{AttentionRule, AttentionTensors, composed};
 use super::batched_steps::StepBatch;
 use super::cross_entropy::{self, LossResults, LossRule, LossTensors};
-use super::linear::{self, LinearActivation};
+use super::linear::LinearActivation;
 use super::mask::MaskSource;
 use super::normalization::{
     NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
@@ -105,20 +105,23 @@ pub trait Kernels: Backend {
         activation: LinearActivation,
     ) -> Float<Self>;
 
-    /// Returns the sums of the columns of a matrix, `[columns]`, in f32 or, for f64, in f64.
+    /// Returns the sums of the columns of a matrix, `[columns]`, in f32.
     fn column_sums(matrix: Float<Self>) -> Float<Self> {
-        linear::column_sums::<Self>(matrix)
+        let columns = matrix.shape()[1];
+        let sums = Self::float_sum_dim(cast::<Self>(matrix, DType::F32), 0);
+        Self::float_reshape(sums, Shape::from([columns]))
     }
 
     /// Returns `target + a · b`, for matrices of one dtype. In place.
-    fn add_product(target: Float<Self>, factors: [Float<Self>; 2]) -> Float<Self> {
-        linear::add_product::<Self>(target, factors)
+    fn add_product(target: Float<Self>, [a, b]: [Float<Self>; 2]) -> Float<Self> {
+        Self::float_add(target, Self::float_matmul(a, b))
     }
 
     /// Returns `inputᵀ · grad` in `dtype`, for matrices of one dtype. The product is not rounded to a
     /// narrower dtype before.
     fn weight_gradient(input: Float<Self>, grad: Float<Self>, dtype: DType) -> Float<Self> {
-        linear::weight_gradient::<Self>(input, grad, |tensor| cast::<Self>(tensor, dtype))
+        let [input, grad] = [input, grad].map(|tensor| cast::<Self>(tensor, dtype));
+        Self::float_matmul(Self::float_transpose(input), grad)
     }
 
     /// Returns `gate · σ(gate) · up` for each element, where σ is the logistic function. Both have one shape

@@ -24,7 +24,7 @@ use crate::batched_steps::StepBatch;
 use crate::codes;
 use crate::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
 use crate::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
-use crate::linear::{self as composed_linear, LinearActivation};
+use crate::linear::LinearActivation;
 use crate::mask::MaskSource;
 use crate::norm::Norm;
 use crate::normalization::{
@@ -279,18 +279,15 @@ impl Kernels for Flex {
         with_float_type!(matrix.dtype(), |E| linear::column_sums::<E>(&matrix))
     }
 
-    fn add_product(target: FlexTensor, factors: [FlexTensor; 2]) -> FlexTensor {
-        match target.dtype() {
-            DType::F32 => {
-                let mut target = exclusive(target);
-                let columns = target.shape()[1];
-                let [a, b] = factors.each_ref().map(product::matrix);
-                let elements = slice_mut(&mut target);
-                product::multiply(Threads::Pool, (elements, columns), true, 1.0, [a, b]);
-                target
-            }
-            _ => composed_linear::add_product::<Self>(target, factors),
+    fn add_product(target: FlexTensor, [a, b]: [FlexTensor; 2]) -> FlexTensor {
+        if target.dtype() != DType::F32 {
+            return Self::float_add(target, Self::float_matmul(a, b));
         }
+        let mut target = exclusive(target);
+        let columns = target.shape()[1];
+        let elements = (slice_mut(&mut target), columns);
+        product::multiply(Threads::Pool, elements, true, 1.0, [&a, &b].map(product::matrix));
+        target
     }
 
     fn swiglu(gate: FlexTensor, up: FlexTensor) -> FlexTensor {
