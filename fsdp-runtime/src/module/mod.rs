@@ -22,7 +22,8 @@ pub use self::contract::{FsdpModule, FsdpUnit, HookedForward, ParamMapper, Param
 pub use self::node::{Child, Forward, Kind, LEAF, Node, Tie};
 pub use self::param::Sharded;
 pub(crate) use self::param::{
-    AdaptedWeight, CallId, ForwardFn, ParamIndex, Runtime, SavedForward, with_autodiff_of,
+    AdaptedWeight, AdapterFactors, CallId, ForwardFn, ParamIndex, Runtime, SavedForward,
+    with_autodiff_of,
 };
 pub(crate) use self::path::{ModulePath, param_ids};
 pub use self::random::RandomSource;

@@ -210,8 +210,9 @@ impl Sharded {
 }
 
 /// The full value of a matrix, apart from its LoRA adapter.
+#[derive(Clone, Debug)]
 pub(crate) struct AdaptedWeight {
-    /// Matrix without the adapter.
+    /// Matrix without the adapter, `[inputs, outputs]`.
     pub(crate) base: Tensor<2>,
     pub(crate) adapter: Option<AdapterFactors>,
     /// Dtype in which the gradients of the matrix and of its factors are reduced; `None` for a parameter
@@ -220,6 +221,7 @@ pub(crate) struct AdaptedWeight {
 }
 
 /// The full values of an adapter's factors.
+#[derive(Clone, Debug)]
 pub(crate) struct AdapterFactors {
     /// `[inputs, rank]`
     pub(crate) a: Tensor<2>,

@@ -5,8 +5,8 @@ use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay,
 use burn::nn::LinearLayout;
 use burn::tensor::{DType, Device, Tensor, activation};
 
-use crate::backend::ops::{LinearParams, LowRank, SharedInput, linear_tracked};
-use crate::module::{AdaptedWeight, FsdpModule, Node, ParamMapper, ParamVisitor};
+use crate::backend::ops::{LinearParams, SharedInput, linear_tracked};
+use crate::module::{AdaptedWeight, AdapterFactors, FsdpModule, Node, ParamMapper, ParamVisitor};
 
 pub use fsdp_kernels::LinearActivation;
 
@@ -107,7 +107,7 @@ impl Linear {
         input: Tensor<D>,
         activation: LinearActivation,
     ) -> Tensor<D> {
-        apply(input, self.params(), activation, None)
+        apply(input, self.params(), activation)
     }
 
     /// Applies several layers to one input, such as those of query, key and value. The results are in
@@ -119,10 +119,10 @@ impl Linear {
     ) -> [Tensor<D>; N] {
         let params = layers.map(Self::params);
         let Some((common, sum)) = SharedInput::new(&input) else {
-            return params.map(|params| apply(input.clone(), params, Default::default(), None));
+            return params.map(|params| apply(input.clone(), params, Default::default()));
         };
         params.map(|params| {
-            check_input(&common, &params.weight);
+            check_input(&common, &params.weight.base);
             linear_tracked(&common, &params, Default::default(), Some(&sum))
                 .unwrap_or_else(|| composed(input.clone(), params, Default::default()))
         })
@@ -130,15 +130,8 @@ impl Linear {
 
     /// Returns the full parameters.
     fn params(&self) -> LinearParams {
-        let AdaptedWeight { base, adapter, reduce_dtype } = AdaptedWeight::of(&self.weight);
-        let low_rank =
-            adapter.map(|factors| LowRank { a: factors.a, b: factors.b, scale: factors.scale });
-        LinearParams {
-            weight: base,
-            bias: self.bias.as_ref().map(Param::val),
-            low_rank,
-            gradient_dtype: reduce_dtype,
-        }
+        let weight = AdaptedWeight::of(&self.weight);
+        LinearParams { weight, bias: self.bias.as_ref().map(Param::val) }
     }
 }
 
@@ -165,8 +158,8 @@ pub fn linear<const D: usize>(
         let [_, outputs] = weight.dims();
         assert_eq!(bias.dims(), [outputs], "the bias must have an element for each output");
     }
-    let params = LinearParams { weight, bias, low_rank: None, gradient_dtype: None };
-    apply(input, params, activation, None)
+    let weight = AdaptedWeight { base: weight, adapter: None, reduce_dtype: None };
+    apply(input, LinearParams { weight, bias }, activation)
 }
 
 /// Returns the bytes that a linear layer keeps for backward beside its input: the result before the
@@ -189,10 +182,9 @@ fn apply<const D: usize>(
     input: Tensor<D>,
     params: LinearParams,
     activation: LinearActivation,
-    shared: Option<&SharedInput>,
 ) -> Tensor<D> {
-    check_input(&input, &params.weight);
-    linear_tracked(&input, &params, activation, shared)
+    check_input(&input, &params.weight.base);
+    linear_tracked(&input, &params, activation, None)
         .unwrap_or_else(|| composed(input, params, activation))
 }
 
@@ -207,15 +199,15 @@ fn composed<const D: usize>(
     params: LinearParams,
     activation: LinearActivation,
 ) -> Tensor<D> {
-    let LinearParams { weight, bias, low_rank, .. } = params;
-    let weight = match low_rank {
-        Some(LowRank { a, b, scale }) => {
+    let LinearParams { weight: AdaptedWeight { base, adapter, .. }, bias } = params;
+    let weight = match adapter {
+        Some(AdapterFactors { a, b, scale }) => {
             let addition = a.matmul(b).mul_scalar(scale);
-            let is_dense = weight.dtype().is_float();
-            let weight = if is_dense { weight.cast(addition.dtype()) } else { weight };
-            weight + addition
+            let is_dense = base.dtype().is_float();
+            let base = if is_dense { base.cast(addition.dtype()) } else { base };
+            base + addition
         }
-        None => weight,
+        None => base,
     };
     let output = burn::tensor::module::linear(input, weight, bias);
     match activation {

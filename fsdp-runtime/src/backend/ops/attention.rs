@@ -8,7 +8,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, Tensor};
 use fsdp_kernels::{AttentionRule, AttentionTensors, Float, Kernels, Tracked};
 
-use super::arguments::register_gradients;
+use super::arguments::{Taken, register_gradients, take_all};
 use super::error::KernelError;
 use super::saved::Saved;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
@@ -37,40 +37,30 @@ pub(crate) fn attention_tracked(
         let take = |tensor| <B as ModelBackend>::from_dispatch(tensor).ok_or_else(refused);
         supported.then_some(()).ok_or_else(refused).and_then(|()| {
             let tensors = [query, key, value].map(|tensor| tensor.clone().into_dispatch());
-            let [query, key, value] = tensors.map(take);
+            let tensors = take_all::<B>(tensors);
             let bias = bias.map(|bias| take(bias.into_dispatch())).transpose()?;
             let bias = bias.map(FloatTensor::into_inner);
-            let output = apply::<B>([query?, key?, value?], bias, rule).ok_or_else(refused)?;
-            Ok(Tensor::from_dispatch(B::into_dispatch(output)))
+            let output = tensors.and_then(|tensors| apply::<B>(tensors, bias, rule));
+            Ok(Tensor::from_dispatch(B::into_dispatch(output.ok_or_else(refused)?)))
         })
     });
     output.ok()
 }
 
-/// Applies attention. Returns `None` if some tensors are of an autodiff device and some are not.
+/// Applies attention to query, key and value.
 fn apply<B: ModelBackend>(
-    tensors: [FloatTensor<B>; 3],
+    tensors: Taken<B>,
     bias: Option<Float<B>>,
     rule: &AttentionRule,
 ) -> Option<FloatTensor<B>> {
-    let (mut plain, mut autodiff, mut context) = (Vec::new(), Vec::new(), None);
-    for tensor in tensors {
-        match tensor {
-            FloatTensor::Plain(tensor) => plain.push(tensor),
-            FloatTensor::Autodiff(tensor, of_tensor) => {
-                context.get_or_insert(of_tensor);
-                autodiff.push(tensor);
-            }
-        }
-    }
-    match context {
-        None => {
-            let tensors = AttentionTensors::from_vec(plain.into_iter().chain(bias).collect());
+    match tensors {
+        Taken::Plain(tensors) => {
+            let tensors = AttentionTensors::from_vec(tensors.into_iter().chain(bias).collect());
             let [output, _] = forward::<B>(tensors, rule.clone());
             Some(FloatTensor::Plain(output))
         }
-        Some(context) => {
-            let tensors = <[Tracked<B>; 3]>::try_from(autodiff).ok()?;
+        Taken::Autodiff(tensors, context) => {
+            let tensors = <[Tracked<B>; 3]>::try_from(tensors).ok()?;
             Some(FloatTensor::Autodiff(record::<B>(tensors, bias, rule.clone()), context))
         }
     }

@@ -13,7 +13,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, Tensor};
 use fsdp_kernels::{Float, Kernels, LossResults, LossRule, LossTensors, Tracked};
 
-use super::arguments::register_gradients;
+use super::arguments::{Taken, register_gradients, take_all};
 use super::error::KernelError;
 use super::saved::Saved;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
@@ -47,45 +47,34 @@ pub(crate) fn linear_cross_entropy_tracked(
     let loss: Result<Tensor<1>, KernelError> = with_backend!(device, |B, inner| {
         let refused = || KernelError::Dtype { dtype, device: format!("{device:?}") };
         let supported = <B as burn::backend::Backend>::supports_dtype(&inner, dtype);
-        let take = |tensor| <B as ModelBackend>::from_dispatch(tensor).ok_or_else(refused);
         supported.then_some(()).ok_or_else(refused).and_then(|()| {
             let bias = bias.clone().map(Tensor::into_dispatch);
             let parents = [hidden, weight].map(|tensor| tensor.clone().into_dispatch());
-            let parents = parents.into_iter().chain(bias).map(take);
-            let targets = take(targets.clone().into_dispatch())?.into_inner();
-            let loss = apply::<B>(parents.collect::<Result<_, _>>()?, targets, rule);
+            let parents = take_all::<B>(parents.into_iter().chain(bias));
+            let targets = <B as ModelBackend>::from_dispatch(targets.clone().into_dispatch());
+            let targets = targets.ok_or_else(refused)?.into_inner();
+            let loss = parents.and_then(|parents| apply::<B>(parents, targets, rule));
             Ok(Tensor::from_dispatch(B::into_dispatch(loss.ok_or_else(refused)?)))
         })
     });
     loss.ok()
 }
 
-/// Computes the loss. The tensors are the hidden values, the weight, and the bias if there is one. Returns
-/// `None` if some of them are of an autodiff device and some are not.
+/// Computes the loss. The tensors are the hidden values, the weight, and the bias if there is one.
 fn apply<B: ModelBackend>(
-    tensors: Vec<FloatTensor<B>>,
+    tensors: Taken<B>,
     targets: Float<B>,
     rule: LossRule,
 ) -> Option<FloatTensor<B>> {
-    let (mut plain, mut autodiff, mut context) = (Vec::new(), Vec::new(), None);
-    for tensor in tensors {
-        match tensor {
-            FloatTensor::Plain(tensor) => plain.push(tensor),
-            FloatTensor::Autodiff(tensor, of_tensor) => {
-                context.get_or_insert(of_tensor);
-                autodiff.push(tensor);
-            }
+    let (tensors, context) = match tensors {
+        Taken::Plain(tensors) => {
+            let rule = LossRule { gradients: [false; 3], ..rule };
+            let results = forward::<B>(tensors, targets, rule);
+            return Some(FloatTensor::Plain(results.loss));
         }
-    }
-    let Some(context) = context else {
-        let rule = LossRule { gradients: [false; 3], ..rule };
-        let results = forward::<B>(plain, targets, rule);
-        return Some(FloatTensor::Plain(results.loss));
+        Taken::Autodiff(tensors, context) => (tensors, context),
     };
-    if !plain.is_empty() {
-        return None;
-    }
-    let loss = match <[_; 3]>::try_from(autodiff) {
+    let loss = match <[_; 3]>::try_from(tensors) {
         Ok(tensors) => record::<B, 3>(tensors, targets, rule),
         Err(tensors) => record::<B, 2>(<[_; 2]>::try_from(tensors).ok()?, targets, rule),
     };

@@ -11,34 +11,22 @@ mod shared_input;
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Tensor};
-use fsdp_kernels::{Float, LinearActivation, Tracked, takes};
+use fsdp_kernels::{LinearActivation, Tracked};
 
 use self::forward::record;
 use self::matrices::{in_shape, rows};
 pub(crate) use self::shared_input::SharedInput;
+use super::arguments::{Taken, check_dtype, take_all};
 use super::error::KernelError;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
-
-/// Low-rank addition `scale · a · b` to a weight.
-#[derive(Clone, Debug)]
-pub(crate) struct LowRank {
-    /// `[inputs, rank]`
-    pub(crate) a: Tensor<2>,
-    /// `[rank, outputs]`
-    pub(crate) b: Tensor<2>,
-    pub(crate) scale: f64,
-}
+use crate::module::AdaptedWeight;
 
 /// Parameters of a linear layer.
 #[derive(Clone, Debug)]
 pub(crate) struct LinearParams {
-    /// `[inputs, outputs]`
-    pub(crate) weight: Tensor<2>,
+    pub(crate) weight: AdaptedWeight,
     /// `[outputs]`
     pub(crate) bias: Option<Tensor<1>>,
-    pub(crate) low_rank: Option<LowRank>,
-    /// Dtype of the gradients of the parameters; `None` for that of the parameters.
-    pub(crate) gradient_dtype: Option<DType>,
 }
 
 /// Applies a linear layer and an activation, and records them for backward if a tensor is tracked. With a
@@ -53,36 +41,34 @@ pub(crate) fn linear_tracked<const D: usize>(
     shared: Option<&SharedInput>,
 ) -> Option<Tensor<D>> {
     let (device, dtype) = (input.device(), input.dtype());
-    let LinearParams { weight, bias, low_rank, gradient_dtype } = params;
+    let LinearParams { weight: AdaptedWeight { base, adapter, reduce_dtype }, bias } = params;
     let matrices = || {
-        let factors = low_rank.iter().flat_map(|low_rank| [&low_rank.a, &low_rank.b]);
-        std::iter::once(weight).chain(factors)
+        let factors = adapter.iter().flat_map(|adapter| [&adapter.a, &adapter.b]);
+        std::iter::once(base).chain(factors)
     };
     let agrees = matrices()
         .all(|matrix| (matrix.device(), matrix.dtype()) == (device.clone(), dtype))
         && bias.iter().all(|bias| (bias.device(), bias.dtype()) == (device.clone(), dtype));
     let has_elements = input.shape().num_elements() > 0
         && matrices().all(|matrix| matrix.shape().num_elements() > 0);
-    if !agrees || !has_elements || !takes(dtype) {
+    if !agrees || !has_elements {
         return None;
     }
     let rule = Rule {
         activation,
-        scale: low_rank.as_ref().map(|low_rank| low_rank.scale),
+        scale: adapter.as_ref().map(|adapter| adapter.scale),
         has_bias: bias.is_some(),
-        gradient_dtype: *gradient_dtype,
+        gradient_dtype: *reduce_dtype,
     };
     let output: Result<Tensor<D>, KernelError> = with_backend!(device, |B, inner| {
-        let refused = || KernelError::Dtype { dtype, device: format!("{device:?}") };
-        let supported = <B as burn::backend::Backend>::supports_dtype(&inner, dtype);
-        let take = |tensor| <B as ModelBackend>::from_dispatch(tensor).ok_or_else(refused);
-        supported.then_some(()).ok_or_else(refused).and_then(|()| {
+        check_dtype::<B>(&inner, dtype).and_then(|()| {
             let matrices = matrices().map(|matrix| matrix.clone().into_dispatch());
             let bias = bias.iter().map(|bias| bias.clone().into_dispatch());
             let input = std::iter::once(input.clone().into_dispatch());
-            let tensors = input.chain(matrices).chain(bias).map(take);
-            let output = apply::<B>(tensors.collect::<Result<_, _>>()?, &rule, shared);
-            Ok(Tensor::from_dispatch(B::into_dispatch(output.ok_or_else(refused)?)))
+            let taken = take_all::<B>(input.chain(matrices).chain(bias));
+            let output = taken.and_then(|tensors| apply::<B>(tensors, &rule, shared));
+            let other = || KernelError::OtherDevice { device: format!("{device:?}") };
+            Ok(Tensor::from_dispatch(B::into_dispatch(output.ok_or_else(other)?)))
         })
     });
     output.ok()
@@ -121,38 +107,28 @@ impl<T> Params<T> {
     }
 }
 
-/// Applies the layer. Returns `None` if some tensors are of an autodiff device and some are not.
+/// Applies the layer to the tensors that the rule describes.
 fn apply<B: ModelBackend>(
-    tensors: Vec<FloatTensor<B>>,
+    tensors: Taken<B>,
     rule: &Rule,
     shared: Option<&SharedInput>,
 ) -> Option<FloatTensor<B>> {
-    let (mut plain, mut autodiff, mut context) = (Vec::new(), Vec::new(), None);
-    for tensor in tensors {
-        match tensor {
-            FloatTensor::Plain(tensor) => plain.push(tensor),
-            FloatTensor::Autodiff(tensor, of_tensor) => {
-                context.get_or_insert(of_tensor);
-                autodiff.push(tensor);
-            }
+    let (tensors, context) = match tensors {
+        Taken::Plain(tensors) => {
+            let mut tensors = tensors.into_iter();
+            let input = tensors.next()?;
+            let shape = input.shape();
+            let params = Params::from_list(tensors, rule);
+            let results = forward::forward::<B>(rows::<B>(input), &params, rule.activation);
+            return Some(FloatTensor::Plain(in_shape::<B>(results.output, shape)));
         }
-    }
-    let Some(context) = context else {
-        let mut tensors = plain.into_iter();
-        let input = tensors.next()?;
-        let shape = input.shape();
-        let params = Params::from_list(tensors, rule);
-        let results = forward::forward::<B>(rows::<B>(input), &params, rule.activation);
-        return Some(FloatTensor::Plain(in_shape::<B>(results.output, shape)));
+        Taken::Autodiff(tensors, context) => (tensors, context),
     };
-    if !plain.is_empty() {
-        return None;
-    }
-    let output = match autodiff.len() {
-        2 => record_list::<B, 2>(autodiff, rule, shared),
-        3 => record_list::<B, 3>(autodiff, rule, shared),
-        4 => record_list::<B, 4>(autodiff, rule, shared),
-        _ => record_list::<B, 5>(autodiff, rule, shared),
+    let output = match tensors.len() {
+        2 => record_list::<B, 2>(tensors, rule, shared),
+        3 => record_list::<B, 3>(tensors, rule, shared),
+        4 => record_list::<B, 4>(tensors, rule, shared),
+        _ => record_list::<B, 5>(tensors, rule, shared),
     };
     Some(FloatTensor::Autodiff(output?, context))
 }
@@ -166,9 +142,4 @@ fn record_list<B: ModelBackend, const N: usize>(
     let tensors = <[Tracked<B>; N]>::try_from(tensors).ok()?;
     let shared = shared.and_then(SharedInput::sum::<B>);
     Some(record::<B, N>(tensors, rule, shared))
-}
-
-/// The dtype of the gradients of a layer's parameters.
-fn gradient_dtype<B: ModelBackend>(grad: &Float<B>, rule: &Rule) -> DType {
-    rule.gradient_dtype.unwrap_or_else(|| grad.dtype())
 }

@@ -39,7 +39,7 @@ pub use self::dropout::dropout;
 pub(crate) use self::dropout::dropout_tracked;
 pub use self::error::KernelError;
 pub(crate) use self::gelu::gelu_tracked;
-pub(crate) use self::linear::{LinearParams, LowRank, SharedInput, linear_tracked};
+pub(crate) use self::linear::{LinearParams, SharedInput, linear_tracked};
 pub(crate) use self::normalization::{NormalizationInputs, normalize_tracked};
 pub(crate) use self::recompute::recompute_tracked;
 pub use self::reductions::{mean, norm_sums, unscale};

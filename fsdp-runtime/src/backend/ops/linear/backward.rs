@@ -10,7 +10,7 @@ use fsdp_kernels::{Float, Kernels, LinearActivation};
 
 use super::matrices::{in_shape, rows, sum_of_products};
 use super::shared_input::GradientSum;
-use super::{Params, Rule, gradient_dtype};
+use super::{Params, Rule};
 use crate::backend::model_backend::{ModelBackend, cast_model};
 use crate::backend::ops::arguments::register_gradients;
 use crate::backend::ops::saved::Saved;
@@ -53,8 +53,9 @@ impl<B: ModelBackend, const N: usize> Backward<B, N> for Linear {
 /// Returns the gradients of the tensors of the list, given that of the output. Nothing is lowered.
 fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Float<B>>> {
     let State { input, params, product, low, shape, needed, rule, shared, saved: _saved } = state;
-    let grad = before_activation::<B>(rows::<B>(grad), product, params.bias.clone(), rule);
-    let dtype = gradient_dtype::<B>(&grad, &rule);
+    let grad =
+        before_activation::<B>(rows::<B>(grad), product, params.bias.clone(), rule.activation);
+    let dtype = rule.gradient_dtype.unwrap_or_else(|| grad.dtype());
     let mut results = vec![None; needed.len()];
     // The gradient of `low`, times the adapter's scale.
     let of_low = params.low_rank.as_ref().map(|([_, b], scale)| {
@@ -86,17 +87,15 @@ fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Flo
     results
 }
 
-/// Returns the gradient of the result before the activation.
+/// Returns the gradient of the result before the activation. Without a `product` the activation is the
+/// identity.
 fn before_activation<B: ModelBackend>(
     grad: Float<B>,
     product: Option<Float<B>>,
     bias: Option<Float<B>>,
-    rule: Rule,
+    activation: LinearActivation,
 ) -> Float<B> {
-    let Rule { activation, .. } = rule;
-    let Some(product) = product.filter(|_| activation != LinearActivation::Identity) else {
-        return grad;
-    };
+    let Some(product) = product else { return grad };
     let output = (grad.shape(), grad.dtype());
     let tensors = [product, grad].into_iter().chain(bias).collect();
     let mut outputs = B::defer(tensors, vec![output], move |buffers| {
