@@ -112,16 +112,18 @@ pub trait Kernels: Backend {
         Self::float_reshape(sums, Shape::from([columns]))
     }
 
-    /// Returns `target + a · b`, for matrices of one dtype. In place.
-    fn add_product(target: Float<Self>, [a, b]: [Float<Self>; 2]) -> Float<Self> {
-        Self::float_add(target, Self::float_matmul(a, b))
+    /// Returns `a · b` in `dtype`, which is that of both or f32. Tensors have as many dimensions; those but
+    /// the last two are equal. The product is not rounded to a narrower dtype before.
+    fn product([a, b]: [Float<Self>; 2], dtype: DType) -> Float<Self> {
+        let [a, b] = [a, b].map(|tensor| cast::<Self>(tensor, dtype));
+        Self::float_matmul(a, b)
     }
 
-    /// Returns `inputᵀ · grad` in `dtype`, for matrices of one dtype. The product is not rounded to a
-    /// narrower dtype before.
-    fn weight_gradient(input: Float<Self>, grad: Float<Self>, dtype: DType) -> Float<Self> {
-        let [input, grad] = [input, grad].map(|tensor| cast::<Self>(tensor, dtype));
-        Self::float_matmul(Self::float_transpose(input), grad)
+    /// Returns `target + a · b`, for matrices of which `a` and `b` have one dtype, and the target that one
+    /// or f32. In place.
+    fn add_product(target: Float<Self>, [a, b]: [Float<Self>; 2]) -> Float<Self> {
+        let product = Self::product([a, b], target.dtype());
+        Self::float_add(target, product)
     }
 
     /// Returns `gate · σ(gate) · up` for each element, where σ is the logistic function. Both have one shape

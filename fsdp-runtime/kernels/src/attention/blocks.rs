@@ -36,6 +36,16 @@ pub(crate) trait BlockOps<B: Backend> {
     /// Adds the rows of the keys from `first` on, `[batch, key_heads, keys, width]`, to sums over the rows
     /// of all keys, which are in f32 or f64.
     fn add(&self, sums: Float<B>, rows: Float<B>, first: usize) -> Float<B>;
+
+    /// Returns `a · b` for each row of the batch and each head.
+    fn product(&self, [a, b]: [Float<B>; 2]) -> Float<B> {
+        B::float_matmul(a, b)
+    }
+
+    /// Returns the rows in the range, of a tensor `[batch, heads, rows, width]`.
+    fn rows(&self, tensor: &Float<B>, range: Range<usize>) -> Float<B> {
+        part::<B>(tensor, 2, range)
+    }
 }
 
 /// Implements [`Kernels::tiled_attention`](crate::Kernels::tiled_attention).
@@ -46,8 +56,8 @@ pub(crate) fn forward<B: Backend>(
 ) -> [Float<B>; 2] {
     let (mut outputs, mut statistics) = (Vec::new(), Vec::new());
     for block in Block::<B>::all(tensors, rule, ops.queries(tensors, rule)) {
-        let [weights, of_rows] = ops.weights(block.products(tensors), &block);
-        let output = B::float_matmul(block.grouped(weights), block.seen(&tensors.value));
+        let [weights, of_rows] = ops.weights(block.products(tensors, ops), &block);
+        let output = ops.product([block.grouped(weights), block.seen(&tensors.value, ops)]);
         outputs.push(block.ungrouped(output));
         statistics.push(of_rows);
     }
@@ -68,18 +78,18 @@ pub(crate) fn backward<B: Backend>(
     let mut query_grads = Vec::new();
     let mut sums: Option<[Float<B>; 2]> = None;
     for block in Block::<B>::all(tensors, rule, ops.queries(tensors, rule)) {
-        let grad = block.grouped(block.of_queries(grad));
-        let values = B::float_transpose(block.seen(&tensors.value));
-        let of_weights = block.ungrouped(B::float_matmul(grad.clone(), values));
-        let products = block.products(tensors);
+        let grad = block.grouped(block.of_queries(grad, ops));
+        let values = B::float_transpose(block.seen(&tensors.value, ops));
+        let of_weights = block.ungrouped(ops.product([grad.clone(), values]));
+        let products = block.products(tensors, ops);
         let [slopes, weights] = ops
             .slopes([products, of_weights], statistics, &block)
             .map(|tensor| block.grouped(tensor));
         // These products add up over the heads of a group as well.
-        let of_key = B::float_transpose(slopes.clone());
-        let of_key = B::float_matmul(of_key, block.grouped(block.of_queries(&tensors.query)));
-        let of_value = B::float_matmul(B::float_transpose(weights), grad);
-        let of_query = B::float_matmul(slopes, block.seen(&tensors.key));
+        let queries = block.grouped(block.of_queries(&tensors.query, ops));
+        let of_key = ops.product([B::float_transpose(slopes.clone()), queries]);
+        let of_value = ops.product([B::float_transpose(weights), grad]);
+        let of_query = ops.product([slopes, block.seen(&tensors.key, ops)]);
         query_grads.push(block.ungrouped(of_query));
         if block.is_all() {
             sums = Some([of_key, of_value]);
@@ -156,13 +166,13 @@ impl<'a, B: Backend> Block<'a, B> {
     }
 
     /// Returns the rows of the block's queries.
-    pub(super) fn of_queries(&self, tensor: &Float<B>) -> Float<B> {
-        part::<B>(tensor, 2, self.queries.clone())
+    pub(super) fn of_queries(&self, tensor: &Float<B>, ops: &impl BlockOps<B>) -> Float<B> {
+        ops.rows(tensor, self.queries.clone())
     }
 
     /// Returns the rows of the keys that the block sees.
-    fn seen(&self, tensor: &Float<B>) -> Float<B> {
-        part::<B>(tensor, 2, self.keys.clone())
+    fn seen(&self, tensor: &Float<B>, ops: &impl BlockOps<B>) -> Float<B> {
+        ops.rows(tensor, self.keys.clone())
     }
 
     /// Returns rows of the block's queries, `[batch, heads, queries, width]`, as those of the heads that
@@ -195,10 +205,10 @@ impl<'a, B: Backend> Block<'a, B> {
     }
 
     /// Returns the products of the queries and the keys, `[batch, heads, queries, keys]`.
-    fn products(&self, tensors: &AttentionTensors<Float<B>>) -> Float<B> {
-        let key = B::float_transpose(self.seen(&tensors.key));
-        let products = B::float_matmul(self.grouped(self.of_queries(&tensors.query)), key);
-        self.ungrouped(products)
+    fn products(&self, tensors: &AttentionTensors<Float<B>>, ops: &impl BlockOps<B>) -> Float<B> {
+        let key = B::float_transpose(self.seen(&tensors.key, ops));
+        let queries = self.grouped(self.of_queries(&tensors.query, ops));
+        self.ungrouped(ops.product([queries, key]))
     }
 }
 

@@ -79,7 +79,7 @@ impl<B: Backend> BlockOps<B> for ComposedOps<B> {
         block: &Block<'_, B>,
     ) -> [Float<B>; 2] {
         let dtype = products.dtype();
-        let statistics = block.of_queries(statistics);
+        let statistics = block.of_queries(statistics, self);
         let weights = B::float_exp(B::float_sub(self.scores(products, block), statistics));
         let of_weights = B::float_cast(of_weights, weights.dtype().into());
         let (of_weights, dropped) = match self.mask(&weights, block) {

@@ -11,8 +11,8 @@ use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{
-    copy, decode, dropout, encode, gelu, linear, mean, normalization, optim, random_rounding,
-    rotary, softmax, sums, swiglu,
+    copy, decode, dropout, encode, gelu, linear, mean, normalization, optim, product,
+    random_rounding, rotary, softmax, sums, swiglu,
 };
 use crate::StorageType;
 use crate::accesses;
@@ -122,8 +122,8 @@ impl Kernels for CubeBackend {
         linear::backward(product, bias, grad, activation)
     }
 
-    fn weight_gradient(input: CubeTensor, grad: CubeTensor, dtype: DType) -> CubeTensor {
-        linear::weight_gradient(input, grad, dtype)
+    fn product(factors: [CubeTensor; 2], dtype: DType) -> CubeTensor {
+        product::product(factors, dtype)
     }
 
     fn swiglu(gate: CubeTensor, up: CubeTensor) -> CubeTensor {

@@ -2,10 +2,6 @@
 //! f32, by the formulas of Flex.
 
 use burn::backend::TensorMetadata;
-use burn::backend::ops::FloatTensorOps;
-use burn::tensor::DType;
-use burn_cubecl::CubeBackend;
-use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -238,12 +234,4 @@ pub(super) fn backward(
         );
     }
     launch.target
-}
-
-/// Implements [`Kernels::weight_gradient`](crate::Kernels::weight_gradient): the product of narrow
-/// matrices is written in `dtype`.
-pub(super) fn weight_gradient(input: CubeTensor, grad: CubeTensor, dtype: DType) -> CubeTensor {
-    let input = CubeBackend::float_transpose(input);
-    matmul(input, grad, None, MatmulStrategy::default(), dtype)
-        .expect("every device has a product of matrices")
 }

@@ -29,6 +29,7 @@ mod normalization;
 mod normalization_kernels;
 mod optim;
 mod philox;
+mod product;
 #[cfg(all(test, feature = "cuda"))]
 mod ptx_tests;
 mod random_rounding;

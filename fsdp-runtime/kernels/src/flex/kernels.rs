@@ -280,8 +280,9 @@ impl Kernels for Flex {
     }
 
     fn add_product(target: FlexTensor, [a, b]: [FlexTensor; 2]) -> FlexTensor {
-        if target.dtype() != DType::F32 {
-            return Self::float_add(target, Self::float_matmul(a, b));
+        if [target.dtype(), a.dtype(), b.dtype()] != [DType::F32; 3] {
+            let product = Self::product([a, b], target.dtype());
+            return Self::float_add(target, product);
         }
         let mut target = exclusive(target);
         let columns = target.shape()[1];

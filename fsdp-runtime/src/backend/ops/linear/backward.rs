@@ -4,6 +4,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops};
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
 use burn_std::Scalar;
 use fsdp_kernels::{Float, Kernels, LinearActivation};
@@ -115,7 +116,7 @@ fn weight_gradient<B: ModelBackend>(input: Float<B>, grad: Float<B>, dtype: DTyp
     let output = (Shape::from([input.shape()[1], grad.shape()[1]]), dtype);
     let mut outputs = B::defer(vec![input, grad], vec![output], move |buffers| {
         let [input, grad] = <[_; 2]>::try_from(buffers).expect("two matrices");
-        vec![B::Raw::weight_gradient(input, grad, dtype)]
+        vec![B::Raw::product([B::Raw::float_transpose(input), grad], dtype)]
     });
     outputs.pop().expect("`defer` returns one tensor for each output")
 }
