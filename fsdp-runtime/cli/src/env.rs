@@ -19,6 +19,7 @@ pub(crate) fn run() -> ExitCode {
     row("devices", compiled_devices());
     row("CUDA", gpus());
     row("libdevice", libdevice());
+    row("cuBLASLt", cublaslt());
     row("NCCL", nccl());
     row("MPI", mpi());
     row("started by", started_by());
@@ -93,6 +94,20 @@ fn libdevice() -> String {
         Err(_) if !cuda::needs_libdevice() => "not needed: NVRTC compiles the kernels".into(),
         Err(error) => error.to_string(),
     }
+}
+
+/// Returns the version of the library of matrix products on NVIDIA GPUs.
+fn cublaslt() -> String {
+    #[cfg(feature = "cuda")]
+    return match cuda::cublaslt_version() {
+        Ok(version) => {
+            let [major, minor, patch] = [version / 10_000, version / 100 % 100, version % 100];
+            format!("{major}.{minor}.{patch}")
+        }
+        Err(error) => format!("not used: {error}"),
+    };
+    #[cfg(not(feature = "cuda"))]
+    "not used: the tool is built without the feature `cuda`".into()
 }
 
 fn nccl() -> String {

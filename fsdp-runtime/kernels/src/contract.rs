@@ -119,6 +119,34 @@ pub trait Kernels: Backend {
         Self::float_matmul(a, b)
     }
 
+    /// Returns whether products on the device are calls of a library of matrix products, which add a bias as
+    /// they write.
+    fn by_library(_device: &Self::Device) -> bool {
+        false
+    }
+
+    /// Returns `activation(a · b + bias)`, for matrices of one dtype, and the sums before the activation if
+    /// it is not the identity.
+    fn biased_product(
+        factors: [Float<Self>; 2],
+        bias: Option<Float<Self>>,
+        activation: LinearActivation,
+    ) -> (Float<Self>, Option<Float<Self>>) {
+        let dtype = factors[0].dtype();
+        let sums = Self::biased(Self::product(factors, dtype), bias, LinearActivation::Identity);
+        match activation {
+            LinearActivation::Identity => (sums, None),
+            _ => (Self::biased(sums.clone(), None, activation), Some(sums)),
+        }
+    }
+
+    /// Returns `inputᵀ · grad`, and the sums of the columns of `grad`, `[columns]`, both in `dtype`: the
+    /// gradients of the weight and of the bias of a linear layer.
+    fn affine_gradients(input: Float<Self>, grad: Float<Self>, dtype: DType) -> [Float<Self>; 2] {
+        let sums = cast::<Self>(Self::column_sums(grad.clone()), dtype);
+        [Self::product([Self::float_transpose(input), grad], dtype), sums]
+    }
+
     /// Returns `target + a · b`, for matrices of which `a` and `b` have one dtype, and the target that one
     /// or f32. In place.
     fn add_product(target: Float<Self>, [a, b]: [Float<Self>; 2]) -> Float<Self> {

@@ -30,6 +30,7 @@ mod mask;
 mod norm;
 mod normalization;
 pub mod philox;
+pub mod products;
 mod random_rounding;
 #[cfg(feature = "flex")]
 pub mod read_only;

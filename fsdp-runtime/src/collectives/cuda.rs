@@ -12,6 +12,8 @@ use libloading::{Library, Symbol};
 mod libdevice;
 
 pub use self::libdevice::{CUDA_PATH, libdevice, needs_libdevice};
+#[cfg(feature = "cuda")]
+pub use fsdp_kernels::cube::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
 
 /// Oldest version of NCCL that the engine `nccl` supports: the first with `ncclCommSplit`.
 pub const OLDEST_NCCL: NcclVersion = NcclVersion { major: 2, minor: 18, patch: 0 };

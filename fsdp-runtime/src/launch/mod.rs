@@ -13,6 +13,8 @@ mod exchange;
 mod exit_code;
 #[cfg(feature = "nccl")]
 mod gpus;
+#[cfg(feature = "cube")]
+mod kernel_cache;
 mod location;
 mod malloc;
 #[cfg(feature = "mpi")]

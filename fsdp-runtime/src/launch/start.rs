@@ -64,6 +64,8 @@ fn start<T: Send + 'static>(
     if options.malloc_tuning {
         malloc::keep_freed_pages();
     }
+    #[cfg(feature = "cube")]
+    super::kernel_cache::claim();
     let device = options.autodiff_device();
     let location = || -> Result<RankLocation, EngineError> {
         let started = RankEnv::read()?;

@@ -88,7 +88,18 @@ fn questions_need_a_terminal() {
 fn env_reports_the_machine_and_its_libraries() {
     let run = Fsdp::new(&["env"]).run();
     assert_eq!(run.code, Some(0), "{run:#?}");
-    let rows = ["fsdp", "system", "cores", "memory", "devices", "CUDA", "libdevice", "NCCL", "MPI"];
+    let rows = [
+        "fsdp",
+        "system",
+        "cores",
+        "memory",
+        "devices",
+        "CUDA",
+        "libdevice",
+        "cuBLASLt",
+        "NCCL",
+        "MPI",
+    ];
     for row in rows.into_iter().chain(["config"]) {
         let value = run.stdout.lines().find_map(|line| line.strip_prefix(row));
         assert!(value.is_some_and(|value| !value.trim().is_empty()), "{row}: {run:#?}");

@@ -14,6 +14,7 @@ use super::buffer_slice::BufferSlice;
 use super::copy::{exclusive, fill};
 use super::device::rounds_in_integers;
 use super::dropout::dropout;
+use super::product::product;
 use super::rows::Team;
 use super::span::{Span, row_span};
 use super::tensors::{contiguous, element, empty};
@@ -105,6 +106,11 @@ impl BlockOps<CubeBackend> for RowKernels {
             );
         }
         [grads, scores]
+    }
+
+    fn product(&self, factors: [CubeTensor; 2]) -> CubeTensor {
+        let dtype = factors[0].dtype;
+        product(factors, dtype)
     }
 
     fn add(&self, sums: CubeTensor, rows: CubeTensor, first: usize) -> CubeTensor {

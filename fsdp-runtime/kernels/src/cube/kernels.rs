@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
-use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
 
 use super::attention::RowKernels;
 use super::copy::exclusive;
@@ -18,7 +19,7 @@ use crate::StorageType;
 use crate::accesses;
 use crate::attention::{self, AttentionRule, AttentionTensors, composed};
 use crate::batched_steps::StepBatch;
-use crate::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
+use crate::contract::{AdamTensors, Kernels, RankMean, Sums, cast, takes};
 use crate::linear::LinearActivation;
 use crate::mask::MaskSource;
 use crate::norm::Norm;
@@ -124,6 +125,29 @@ impl Kernels for CubeBackend {
 
     fn product(factors: [CubeTensor; 2], dtype: DType) -> CubeTensor {
         product::product(factors, dtype)
+    }
+
+    fn by_library(device: &CubeDevice) -> bool {
+        product::by_library(device)
+    }
+
+    fn biased_product(
+        factors: [CubeTensor; 2],
+        bias: Option<CubeTensor>,
+        activation: LinearActivation,
+    ) -> (CubeTensor, Option<CubeTensor>) {
+        product::biased_product(factors, bias, activation)
+    }
+
+    fn affine_gradients(input: CubeTensor, grad: CubeTensor, dtype: DType) -> [CubeTensor; 2] {
+        product::affine_gradients(&input, &grad, dtype).unwrap_or_else(|| {
+            let sums = cast::<Self>(Self::column_sums(grad.clone()), dtype);
+            [product::product([Self::float_transpose(input), grad], dtype), sums]
+        })
+    }
+
+    fn add_product(target: CubeTensor, factors: [CubeTensor; 2]) -> CubeTensor {
+        product::add_product(target, factors)
     }
 
     fn swiglu(gate: CubeTensor, up: CubeTensor) -> CubeTensor {

@@ -49,4 +49,6 @@ pub use self::copy::{copy, fill, pack_into};
 pub use self::decode::decode_into;
 #[cfg(feature = "cpu")]
 pub use self::device::cpu_rounds_to_bf16;
+#[cfg(feature = "cuda")]
+pub use self::product::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
 pub use self::tensors::{contiguous, empty};

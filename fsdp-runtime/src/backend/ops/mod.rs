@@ -47,5 +47,6 @@ pub(crate) use self::rotary::rotate_tracked;
 pub(crate) use self::softmax::softmax_tracked;
 pub(crate) use self::swiglu::swiglu_tracked;
 pub(crate) use fsdp_kernels::attention::KeyRanges;
+pub use fsdp_kernels::products::{allows_tf32, set_tf32};
 pub(crate) use fsdp_kernels::{AttentionRule, LossRule, NormalizationRule, RotaryRule, Segments};
 pub use fsdp_kernels::{MaskSource, Norm, Sums, computes};

@@ -4,15 +4,15 @@ use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops};
-use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
 use burn_std::Scalar;
 use fsdp_kernels::{Float, Kernels, LinearActivation};
 
-use super::matrices::{in_shape, rows, sum_of_products};
+use super::forward::Before;
+use super::matrices::{Factors, in_shape, product, rows, sum_of_products};
 use super::shared_input::GradientSum;
 use super::{Params, Rule};
-use crate::backend::model_backend::{ModelBackend, cast_model};
+use crate::backend::model_backend::{ModelBackend, Raw, cast_model};
 use crate::backend::ops::arguments::register_gradients;
 use crate::backend::ops::saved::Saved;
 
@@ -25,8 +25,8 @@ pub(super) struct State<B: ModelBackend> {
     /// Rows of the input, if a gradient depends on them.
     pub(super) input: Option<Float<B>>,
     pub(super) params: Params<Float<B>>,
-    /// The products before bias and activation, if the activation is not the identity.
-    pub(super) product: Option<Float<B>>,
+    /// The products before the activation, if it is not the identity.
+    pub(super) before: Option<Before<Float<B>>>,
     /// The product of the input and the first factor of the adapter, times the adapter's scale.
     pub(super) low: Option<Float<B>>,
     /// Shape of the input.
@@ -53,32 +53,44 @@ impl<B: ModelBackend, const N: usize> Backward<B, N> for Linear {
 
 /// Returns the gradients of the tensors of the list, given that of the output. Nothing is lowered.
 fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Float<B>>> {
-    let State { input, params, product, low, shape, needed, rule, shared, saved: _saved } = state;
+    let State { input, params, before, low, shape, needed, rule, shared, saved: _saved } = state;
     let grad =
-        before_activation::<B>(rows::<B>(grad), product, params.bias.clone(), rule.activation);
+        before_activation::<B>(rows::<B>(grad), before, params.bias.clone(), rule.activation);
     let dtype = rule.gradient_dtype.unwrap_or_else(|| grad.dtype());
     let mut results = vec![None; needed.len()];
     // The gradient of `low`, times the adapter's scale.
     let of_low = params.low_rank.as_ref().map(|([_, b], scale)| {
-        let product = B::float_matmul(grad.clone(), B::float_transpose(b.clone()));
+        let product = product::<B>([grad.clone(), b.clone()], [false, true], grad.dtype());
         B::float_mul_scalar(product, Scalar::from(*scale))
     });
-    if let Some(bias) = rule.has_bias.then(|| needed.len() - 1).filter(|&at| needed[at]) {
-        results[bias] = Some(column_sums::<B>(grad.clone(), dtype));
-    }
-    if let (Some(input), true) = (&input, needed[1]) {
-        results[1] = Some(weight_gradient::<B>(input.clone(), grad.clone(), dtype));
+    let bias = rule.has_bias.then(|| needed.len() - 1).filter(|&at| needed[at]);
+    match (&input, bias, needed[1]) {
+        (Some(input), Some(bias), true) => {
+            let [of_weight, of_bias] = affine_gradients::<B>(input.clone(), grad.clone(), dtype);
+            (results[1], results[bias]) = (Some(of_weight), Some(of_bias));
+        }
+        (input, bias, needs_weight) => {
+            if let Some(bias) = bias {
+                results[bias] = Some(column_sums::<B>(grad.clone(), dtype));
+            }
+            if let (Some(input), true) = (input, needs_weight) {
+                let factors = [input.clone(), grad.clone()];
+                results[1] = Some(product::<B>(factors, [true, false], dtype));
+            }
+        }
     }
     if let (Some(input), Some(of_low), Some(low)) = (&input, &of_low, low) {
         let (of_a, of_b) = (needed[2], needed[3]);
-        results[2] = of_a.then(|| weight_gradient::<B>(input.clone(), of_low.clone(), dtype));
-        results[3] = of_b.then(|| weight_gradient::<B>(low, grad.clone(), dtype));
+        results[2] =
+            of_a.then(|| product::<B>([input.clone(), of_low.clone()], [true, false], dtype));
+        results[3] = of_b.then(|| product::<B>([low, grad.clone()], [true, false], dtype));
     }
     drop(input);
     if needed[0] {
-        let mut factors = vec![[grad, B::float_transpose(params.weight)]];
+        let of = |matrices| Factors { matrices, transposed: true };
+        let mut factors = vec![of([grad, params.weight])];
         if let (Some(of_low), Some(([a, _], _))) = (of_low, params.low_rank) {
-            factors.push([of_low, B::float_transpose(a)]);
+            factors.push(of([of_low, a]));
         }
         results[0] = match shared {
             Some(sum) => sum.add(factors),
@@ -88,15 +100,16 @@ fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Flo
     results
 }
 
-/// Returns the gradient of the result before the activation. Without a `product` the activation is the
-/// identity.
+/// Returns the gradient of the result before the activation. Without sums `before` it the
+/// activation is the identity.
 fn before_activation<B: ModelBackend>(
     grad: Float<B>,
-    product: Option<Float<B>>,
+    before: Option<Before<Float<B>>>,
     bias: Option<Float<B>>,
     activation: LinearActivation,
 ) -> Float<B> {
-    let Some(product) = product else { return grad };
+    let Some(Before { products: product, has_bias }) = before else { return grad };
+    let bias = bias.filter(|_| !has_bias);
     let output = (grad.shape(), grad.dtype());
     let tensors = [product, grad].into_iter().chain(bias).collect();
     let mut outputs = B::defer(tensors, vec![output], move |buffers| {
@@ -108,17 +121,24 @@ fn before_activation<B: ModelBackend>(
     outputs.pop().expect("`defer` returns one tensor for each output")
 }
 
-/// Returns `inputᵀ · grad` in `dtype`.
-fn weight_gradient<B: ModelBackend>(input: Float<B>, grad: Float<B>, dtype: DType) -> Float<B> {
-    if grad.dtype() == dtype {
-        return B::float_matmul(B::float_transpose(input), grad);
+/// Returns the gradients of weight and bias in `dtype`.
+fn affine_gradients<B: ModelBackend>(
+    input: Float<B>,
+    grad: Float<B>,
+    dtype: DType,
+) -> [Float<B>; 2] {
+    if !Raw::<B>::by_library(&grad.device()) {
+        let of_weight = product::<B>([input, grad.clone()], [true, false], dtype);
+        return [of_weight, column_sums::<B>(grad, dtype)];
     }
-    let output = (Shape::from([input.shape()[1], grad.shape()[1]]), dtype);
-    let mut outputs = B::defer(vec![input, grad], vec![output], move |buffers| {
+    let columns = grad.shape()[1];
+    let weight = Shape::from([input.shape()[1], columns]);
+    let outputs = vec![(weight, dtype), (Shape::from([columns]), dtype)];
+    let outputs = B::defer(vec![input, grad], outputs, move |buffers| {
         let [input, grad] = <[_; 2]>::try_from(buffers).expect("two matrices");
-        vec![B::Raw::product([B::Raw::float_transpose(input), grad], dtype)]
+        Raw::<B>::affine_gradients(input, grad, dtype).into()
     });
-    outputs.pop().expect("`defer` returns one tensor for each output")
+    <[_; 2]>::try_from(outputs).expect("`defer` returns one tensor for each output")
 }
 
 /// Returns the sums of the columns in `dtype`.

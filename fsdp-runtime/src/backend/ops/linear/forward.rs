@@ -3,23 +3,32 @@
 use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::ops::{Backward, OpsKind};
+use burn::tensor::Shape;
 use burn_std::Scalar;
 use fsdp_kernels::{Float, Kernels, LinearActivation, Tracked};
 
 use super::backward::{Linear, State};
-use super::matrices::{add_product, in_shape, rows};
+use super::matrices::{Factors, add_product, in_shape, product, rows};
 use super::shared_input::GradientSum;
 use super::{Params, Rule};
-use crate::backend::model_backend::ModelBackend;
+use crate::backend::model_backend::{ModelBackend, Raw};
 use crate::backend::ops::saved::Saved;
 
 /// Results of the forward pass, as matrices.
 pub(super) struct Results<T> {
     pub(super) output: T,
-    /// The products before bias and activation, if the activation is not the identity.
-    product: Option<T>,
+    /// The products before the activation, if it is not the identity.
+    before: Option<Before<T>>,
     /// The product of the input and the first factor of the adapter, times the adapter's scale.
     low: Option<T>,
+}
+
+/// The products before an activation.
+#[derive(Clone, Debug)]
+pub(super) struct Before<T> {
+    pub(super) products: T,
+    /// Whether the bias, if there is one, was added to them.
+    pub(super) has_bias: bool,
 }
 
 /// Applies the layer to a matrix of rows.
@@ -28,15 +37,52 @@ pub(super) fn forward<B: ModelBackend>(
     params: &Params<Float<B>>,
     activation: LinearActivation,
 ) -> Results<Float<B>> {
-    let mut product = B::float_matmul(input.clone(), params.weight.clone());
+    let dtype = input.dtype();
+    let has_bias = Raw::<B>::by_library(&input.device());
+    if has_bias && params.low_rank.is_none() {
+        let factors = [input, params.weight.clone()];
+        let (output, products) = biased_product::<B>(factors, params.bias.clone(), activation);
+        let before = products.map(|products| Before { products, has_bias });
+        return Results { output, before, low: None };
+    }
+    let factors = [input.clone(), params.weight.clone()];
+    let mut products = match has_bias {
+        true => biased_product::<B>(factors, params.bias.clone(), LinearActivation::Identity).0,
+        false => product::<B>(factors, [false; 2], dtype),
+    };
     let low = params.low_rank.as_ref().map(|([a, _], scale)| {
-        B::float_mul_scalar(B::float_matmul(input, a.clone()), Scalar::from(*scale))
+        let low = product::<B>([input, a.clone()], [false; 2], dtype);
+        B::float_mul_scalar(low, Scalar::from(*scale))
     });
     if let (Some(low), Some(([_, b], _))) = (&low, &params.low_rank) {
-        product = add_product::<B>(product, [low.clone(), b.clone()]);
+        let factors = Factors { matrices: [low.clone(), b.clone()], transposed: false };
+        products = add_product::<B>(products, factors);
     }
-    let kept = (activation != LinearActivation::Identity).then(|| product.clone());
-    Results { output: biased::<B>(product, params.bias.clone(), activation), product: kept, low }
+    let kept = (activation != LinearActivation::Identity)
+        .then(|| Before { products: products.clone(), has_bias });
+    let bias = params.bias.clone().filter(|_| !has_bias);
+    Results { output: biased::<B>(products, bias, activation), before: kept, low }
+}
+
+/// Returns `activation(a · b + bias)`, and the sums before an activation that is not the identity.
+fn biased_product<B: ModelBackend>(
+    factors: [Float<B>; 2],
+    bias: Option<Float<B>>,
+    activation: LinearActivation,
+) -> (Float<B>, Option<Float<B>>) {
+    let shape = Shape::from([factors[0].shape()[0], factors[1].shape()[1]]);
+    let count = if activation == LinearActivation::Identity { 1 } else { 2 };
+    let outputs = vec![(shape, factors[0].dtype()); count];
+    let tensors = factors.into_iter().chain(bias).collect();
+    let outputs = B::defer(tensors, outputs, move |buffers| {
+        let mut buffers = buffers.into_iter();
+        let mut next = || buffers.next().expect("two matrices");
+        let factors = [next(), next()];
+        let (output, sums) = Raw::<B>::biased_product(factors, buffers.next(), activation);
+        std::iter::once(output).chain(sums).collect()
+    });
+    let mut outputs = outputs.into_iter();
+    (outputs.next().expect("`defer` returns one tensor for each output"), outputs.next())
 }
 
 /// Returns the activation of a product with its bias, without lowering tensors.
@@ -70,17 +116,18 @@ pub(super) fn record<B: ModelBackend, const N: usize>(
     let input = tensors.next().expect("the input");
     let shape = input.shape();
     let (input, params) = (rows::<B>(input), Params::from_list(tensors, rule));
-    let Results { output, product, low } = forward::<B>(input.clone(), &params, rule.activation);
+    let Results { output, before, low } = forward::<B>(input.clone(), &params, rule.activation);
     let output = in_shape::<B>(output, shape.clone());
     let op = Backward::<B, N>::prepare::<NoCheckpointing>(Linear, nodes);
     match op.compute_bound().stateful() {
         OpsKind::Tracked(op) => {
             // Only gradients of a weight and of a first factor read the input.
             let reads_input = needed[1] || rule.scale.is_some();
-            let saved = Saved::tensors::<B>(product.iter().chain(&low));
+            let products = before.iter().map(|before| &before.products);
+            let saved = Saved::tensors::<B>(products.chain(&low));
             let input = reads_input.then_some(input);
             let state =
-                State { input, params, product, low, shape, needed, rule: *rule, shared, saved };
+                State { input, params, before, low, shape, needed, rule: *rule, shared, saved };
             op.finish(state, output)
         }
         OpsKind::UnTracked(op) => op.finish(output),

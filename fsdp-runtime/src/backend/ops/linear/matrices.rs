@@ -1,10 +1,11 @@
 //! Rows of tensors, and sums of products of matrices. Nothing is lowered.
 
 use burn::backend::TensorMetadata;
-use burn::tensor::Shape;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, Shape};
 use fsdp_kernels::{Float, Kernels};
 
-use crate::backend::model_backend::ModelBackend;
+use crate::backend::model_backend::{ModelBackend, Raw};
 
 /// Returns a tensor `[.., columns]` as the matrix of its rows.
 pub(super) fn rows<B: ModelBackend>(tensor: Float<B>) -> Float<B> {
@@ -21,12 +22,47 @@ pub(super) fn in_shape<B: ModelBackend>(matrix: Float<B>, mut shape: Shape) -> F
     B::float_reshape(matrix, shape)
 }
 
+/// Returns the product of two matrices in `dtype`, each transposed first if its flag says so.
+pub(super) fn product<B: ModelBackend>(
+    [a, b]: [Float<B>; 2],
+    transposed: [bool; 2],
+    dtype: DType,
+) -> Float<B> {
+    let size = |matrix: &Float<B>, transposed: bool, at: usize| {
+        matrix.shape()[if transposed { 1 - at } else { at }]
+    };
+    if a.dtype() == dtype && !Raw::<B>::by_library(&a.device()) {
+        let [a, b] = [(a, transposed[0]), (b, transposed[1])]
+            .map(|(matrix, is)| if is { B::float_transpose(matrix) } else { matrix });
+        return B::float_matmul(a, b);
+    }
+    let shape = Shape::from([size(&a, transposed[0], 0), size(&b, transposed[1], 1)]);
+    let mut outputs = B::defer(vec![a, b], vec![(shape, dtype)], move |buffers| {
+        let factors = <[_; 2]>::try_from(buffers).expect("two matrices");
+        let mut is = transposed.into_iter();
+        let factors = factors.map(|matrix| match is.next() {
+            Some(true) => Raw::<B>::float_transpose(matrix),
+            _ => matrix,
+        });
+        vec![Raw::<B>::product(factors, dtype)]
+    });
+    outputs.pop().expect("`defer` returns one tensor for each output")
+}
+
+/// Factors of a product, and whether the second is transposed first.
+pub(super) struct Factors<B: ModelBackend> {
+    pub(super) matrices: [Float<B>; 2],
+    pub(super) transposed: bool,
+}
+
 /// Returns `target + a · b`.
-pub(super) fn add_product<B: ModelBackend>(target: Float<B>, [a, b]: [Float<B>; 2]) -> Float<B> {
+pub(super) fn add_product<B: ModelBackend>(target: Float<B>, factors: Factors<B>) -> Float<B> {
     let output = (target.shape(), target.dtype());
-    let mut sums = B::defer(vec![target, a, b], vec![output], |buffers| {
+    let Factors { matrices: [a, b], transposed } = factors;
+    let mut sums = B::defer(vec![target, a, b], vec![output], move |buffers| {
         let [target, a, b] = <[_; 3]>::try_from(buffers).expect("three matrices");
-        vec![B::Raw::add_product(target, [a, b])]
+        let b = if transposed { Raw::<B>::float_transpose(b) } else { b };
+        vec![Raw::<B>::add_product(target, [a, b])]
     });
     sums.pop().expect("`defer` returns one tensor for each output")
 }
@@ -34,12 +70,15 @@ pub(super) fn add_product<B: ModelBackend>(target: Float<B>, [a, b]: [Float<B>; 
 /// Returns a sum plus products of matrices, or the sum of the products. There is a product.
 pub(super) fn sum_of_products<B: ModelBackend>(
     sum: Option<Float<B>>,
-    factors: Vec<[Float<B>; 2]>,
+    factors: Vec<Factors<B>>,
 ) -> Float<B> {
-    let sum = factors.into_iter().fold(sum, |sum, [a, b]| {
+    let sum = factors.into_iter().fold(sum, |sum, factors| {
         Some(match sum {
-            None => B::float_matmul(a, b),
-            Some(sum) => add_product::<B>(sum, [a, b]),
+            None => {
+                let dtype = factors.matrices[0].dtype();
+                product::<B>(factors.matrices, [false, factors.transposed], dtype)
+            }
+            Some(sum) => add_product::<B>(sum, factors),
         })
     });
     sum.expect("at least one product")

@@ -16,7 +16,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{Shape, Tensor};
 use fsdp_kernels::{Float, IgnorePoison, Tracked};
 
-use super::matrices::{in_shape, sum_of_products};
+use super::matrices::{Factors, in_shape, sum_of_products};
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
 use crate::error::ShardError;
 
@@ -37,7 +37,7 @@ impl<B: ModelBackend> fmt::Debug for GradientSum<B> {
 
 impl<B: ModelBackend> GradientSum<B> {
     /// Adds products of matrices to the sum. Returns no gradient: the input's node has the sum.
-    pub(super) fn add(self, factors: Vec<[Float<B>; 2]>) -> Option<Float<B>> {
+    pub(super) fn add(self, factors: Vec<Factors<B>>) -> Option<Float<B>> {
         let mut sum = self.0.lock().ignore_poison();
         let before = sum.take();
         *sum = Some(sum_of_products::<B>(before, factors));

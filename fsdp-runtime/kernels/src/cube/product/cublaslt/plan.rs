@@ -1,0 +1,324 @@
+//! Descriptors of calls, and the algorithms that the library's heuristic chooses for them. Nothing is timed.
+
+use std::collections::HashMap;
+use std::ffi::{c_int, c_uint, c_void};
+use std::ptr::null_mut;
+use std::sync::{Arc, Mutex};
+
+use burn::tensor::DType;
+use cudarc::driver::CudaContext;
+
+use super::library::{CublasLtError, Heuristic, Library, Opaque, Status, library};
+use crate::IgnorePoison;
+use crate::cube::product::call::{Call, Epilogue};
+
+/// Bytes of scratch memory that an algorithm may use: what the library's documentation advises for Hopper.
+pub(super) const WORKSPACE: usize = 32 << 20;
+
+// Numbers of cublasLt.h.
+const COMPUTE_F32: c_uint = 68;
+const COMPUTE_TF32: c_uint = 77;
+const DESC_TRANSPOSED: [c_uint; 2] = [3, 4];
+const DESC_EPILOGUE: c_uint = 7;
+const DESC_BIAS: c_uint = 8;
+const DESC_AUXILIARY: c_uint = 11;
+const DESC_AUXILIARY_LEADING: c_uint = 12;
+const DESC_BIAS_DTYPE: c_uint = 26;
+const LAYOUT_BATCH: c_uint = 5;
+const LAYOUT_BATCH_STRIDE: c_uint = 6;
+const PREFERENCE_WORKSPACE: c_uint = 1;
+/// Of A, B, C and D.
+const PREFERENCE_ALIGNMENT: [c_uint; 4] = [5, 6, 7, 8];
+const EPILOGUE_BIAS: c_uint = 4;
+const EPILOGUE_GELU_AUX_BIAS: c_uint = 164;
+const EPILOGUE_BGRADA: c_uint = 256;
+
+/// A pointer that the library gave out.
+#[derive(Clone, Copy)]
+struct Pointer(Opaque);
+
+// SAFETY: the library may be called from any thread; what is behind the pointers changes only in the calls
+// on the device's thread.
+unsafe impl Send for Pointer {}
+// SAFETY: as above.
+unsafe impl Sync for Pointer {}
+
+/// What an algorithm depends on.
+#[derive(PartialEq, Eq, Hash)]
+struct Key {
+    call: Call,
+    alignment: [u32; 3],
+    tf32: bool,
+}
+
+/// The library's state for one GPU, which lives as long as the process.
+pub(super) struct Handles {
+    pub(super) library: &'static Library,
+    handle: Pointer,
+    pub(super) context: Arc<CudaContext>,
+    /// `None` for calls that the library does not take.
+    plans: Mutex<HashMap<Key, Option<Arc<Plan>>>>,
+    /// Address of the scratch memory of each stream.
+    workspaces: Mutex<HashMap<usize, u64>>,
+}
+
+/// A call with its descriptors and its algorithm. They are never freed: a model has few shapes.
+pub(super) struct Plan {
+    desc: Pointer,
+    a: Pointer,
+    b: Pointer,
+    d: Pointer,
+    algorithm: [u64; 8],
+    workspace: usize,
+}
+
+/// Addresses of a call's buffers.
+pub(super) struct Addresses {
+    pub(super) a: u64,
+    pub(super) b: u64,
+    pub(super) d: u64,
+    /// The bias, or the sums that are written in its place.
+    pub(super) bias: Option<u64>,
+    pub(super) before: Option<u64>,
+}
+
+/// Converts the status of a call.
+fn checked(call: &'static str, status: Status) -> Result<(), CublasLtError> {
+    if status == 0 { Ok(()) } else { Err(CublasLtError::Call { call, status }) }
+}
+
+/// Returns the library's number of a dtype, `cudaDataType_t`.
+fn number(dtype: DType) -> c_uint {
+    match dtype {
+        DType::BF16 => 14,
+        DType::F16 => 2,
+        _ => 0,
+    }
+}
+
+impl Handles {
+    /// Creates the state for the GPU with this index.
+    pub(super) fn new(index: usize) -> Result<Self, CublasLtError> {
+        let library = library()?;
+        let driver = |call| {
+            move |error: cudarc::driver::DriverError| CublasLtError::Call {
+                call,
+                status: error.0 as Status,
+            }
+        };
+        let context = CudaContext::new(index).map_err(driver("cuDevicePrimaryCtxRetain"))?;
+        context.bind_to_thread().map_err(driver("cuCtxSetCurrent"))?;
+        let mut handle = null_mut();
+        // SAFETY: the function writes a handle; the GPU's context is current.
+        checked("cublasLtCreate", unsafe { (library.cublasLtCreate)(&raw mut handle) })?;
+        Ok(Self {
+            library,
+            handle: Pointer(handle),
+            context,
+            plans: Mutex::default(),
+            workspaces: Mutex::default(),
+        })
+    }
+
+    /// Returns the plan of a call, given the alignments of A, B and all other buffers in bytes. Returns
+    /// `None` if the library has no algorithm for it.
+    pub(super) fn plan(&self, call: &Call, alignment: [u32; 3]) -> Option<Arc<Plan>> {
+        let tf32 = crate::products::allows_tf32();
+        let mut plans = self.plans.lock().ignore_poison();
+        let new = || match self.new_plan(call, alignment, tf32) {
+            Ok(plan) => Some(Arc::new(plan)),
+            Err(error) => {
+                tracing::debug!("cuBLASLt does not take {call:?}: {error}");
+                None
+            }
+        };
+        plans.entry(Key { call: *call, alignment, tf32 }).or_insert_with(new).clone()
+    }
+
+    fn new_plan(
+        &self,
+        call: &Call,
+        alignment: [u32; 3],
+        tf32: bool,
+    ) -> Result<Plan, CublasLtError> {
+        let library = self.library;
+        let driver = |error: cudarc::driver::DriverError| CublasLtError::Call {
+            call: "cuCtxSetCurrent",
+            status: error.0 as Status,
+        };
+        self.context.bind_to_thread().map_err(driver)?;
+        let desc = self.descriptor(call, tf32)?;
+        let [a, b, d] = [self.layout(call, 0)?, self.layout(call, 1)?, self.layout(call, 2)?];
+        let mut preference = null_mut();
+        // SAFETY: the function writes a preference.
+        let status = unsafe { (library.cublasLtMatmulPreferenceCreate)(&raw mut preference) };
+        checked("cublasLtMatmulPreferenceCreate", status)?;
+        let set = library.cublasLtMatmulPreferenceSetAttribute;
+        let name = "cublasLtMatmulPreferenceSetAttribute";
+        attribute(set, name, preference, PREFERENCE_WORKSPACE, &WORKSPACE)?;
+        let alignments = [alignment[0], alignment[1], alignment[2], alignment[2]];
+        for (key, bytes) in PREFERENCE_ALIGNMENT.into_iter().zip(alignments) {
+            attribute(set, name, preference, key, &bytes)?;
+        }
+        let mut found = Heuristic::default();
+        let mut count: c_int = 0;
+        // SAFETY: the descriptors and layouts were created above, and one result fits.
+        let status = unsafe {
+            (library.cublasLtMatmulAlgoGetHeuristic)(
+                self.handle.0,
+                desc,
+                a,
+                b,
+                d,
+                d,
+                preference,
+                1,
+                &raw mut found,
+                &raw mut count,
+            )
+        };
+        // SAFETY: the preference was created above, and is not used again.
+        unsafe { (library.cublasLtMatmulPreferenceDestroy)(preference) };
+        checked("cublasLtMatmulAlgoGetHeuristic", status)?;
+        if count == 0 {
+            let not_supported = 15;
+            checked("cublasLtMatmulAlgoGetHeuristic", not_supported)?;
+        }
+        let [desc, a, b, d] = [desc, a, b, d].map(Pointer);
+        Ok(Plan { desc, a, b, d, algorithm: found.algorithm, workspace: found.workspace })
+    }
+
+    fn descriptor(&self, call: &Call, tf32: bool) -> Result<Opaque, CublasLtError> {
+        let library = self.library;
+        let fast = tf32 && call.dtypes[0] == DType::F32;
+        let compute = if fast { COMPUTE_TF32 } else { COMPUTE_F32 };
+        let mut desc = null_mut();
+        // SAFETY: the function writes a descriptor.
+        let status = unsafe {
+            (library.cublasLtMatmulDescCreate)(&raw mut desc, compute, number(DType::F32))
+        };
+        checked("cublasLtMatmulDescCreate", status)?;
+        for (key, transposed) in DESC_TRANSPOSED.into_iter().zip(call.transposed) {
+            self.describe(desc, key, &c_int::from(transposed))?;
+        }
+        if call.epilogue != Epilogue::None {
+            self.describe(desc, DESC_BIAS_DTYPE, &number(call.dtypes[1]))?;
+        }
+        match call.epilogue {
+            Epilogue::None => {}
+            Epilogue::Bias => self.describe(desc, DESC_EPILOGUE, &EPILOGUE_BIAS)?,
+            Epilogue::SumsOfA => self.describe(desc, DESC_EPILOGUE, &EPILOGUE_BGRADA)?,
+            Epilogue::BiasAndGelu => {
+                self.describe(desc, DESC_EPILOGUE, &EPILOGUE_GELU_AUX_BIAS)?;
+                self.describe(desc, DESC_AUXILIARY_LEADING, &(call.dims[0] as i64))?;
+            }
+        }
+        Ok(desc)
+    }
+
+    /// Sets an attribute of a descriptor.
+    fn describe<T>(&self, desc: Opaque, key: c_uint, value: &T) -> Result<(), CublasLtError> {
+        let set = self.library.cublasLtMatmulDescSetAttribute;
+        attribute(set, "cublasLtMatmulDescSetAttribute", desc, key, value)
+    }
+
+    /// Creates the layout of matrix `at` of A, B and D.
+    fn layout(&self, call: &Call, at: usize) -> Result<Opaque, CublasLtError> {
+        let library = self.library;
+        let [rows, columns] = call.stored(at);
+        let dtype = number(call.dtypes[usize::from(at == 2)]);
+        let mut layout = null_mut();
+        // SAFETY: the function writes a layout.
+        let status = unsafe {
+            (library.cublasLtMatrixLayoutCreate)(
+                &raw mut layout,
+                dtype,
+                rows as u64,
+                columns as u64,
+                call.leading[at] as i64,
+            )
+        };
+        checked("cublasLtMatrixLayoutCreate", status)?;
+        let set = library.cublasLtMatrixLayoutSetAttribute;
+        let name = "cublasLtMatrixLayoutSetAttribute";
+        attribute(set, name, layout, LAYOUT_BATCH, &(call.batch as i32))?;
+        attribute(set, name, layout, LAYOUT_BATCH_STRIDE, &(call.batch_strides[at] as i64))?;
+        Ok(layout)
+    }
+
+    /// Runs a plan on a stream.
+    ///
+    /// # Safety
+    ///
+    /// The caller is the device's thread and has made the GPU's context current. The addresses are those of
+    /// buffers on the GPU that hold the plan's matrices, and are valid in the order of the stream.
+    pub(super) unsafe fn run(
+        &self,
+        plan: &Plan,
+        adds: bool,
+        addresses: &Addresses,
+        stream: *mut c_void,
+    ) -> Result<(), CublasLtError> {
+        if let Some(bias) = addresses.bias {
+            self.describe(plan.desc.0, DESC_BIAS, &bias)?;
+        }
+        if let Some(before) = addresses.before {
+            self.describe(plan.desc.0, DESC_AUXILIARY, &before)?;
+        }
+        let (one, beta) = (1f32, f32::from(u8::from(adds)));
+        let Addresses { a, b, d, .. } = *addresses;
+        let workspace = if plan.workspace > 0 { self.workspace(stream)? } else { 0 };
+        // SAFETY: the caller vouches for the addresses and the context; the plan's descriptors live as long
+        // as the process.
+        let status = unsafe {
+            (self.library.cublasLtMatmul)(
+                self.handle.0,
+                plan.desc.0,
+                (&raw const one).cast(),
+                a,
+                plan.a.0,
+                b,
+                plan.b.0,
+                (&raw const beta).cast(),
+                d,
+                plan.d.0,
+                d,
+                plan.d.0,
+                plan.algorithm.as_ptr().cast(),
+                workspace,
+                plan.workspace,
+                stream,
+            )
+        };
+        checked("cublasLtMatmul", status)
+    }
+
+    /// Returns the scratch memory of a stream, whose calls run one after the other.
+    fn workspace(&self, stream: *mut c_void) -> Result<u64, CublasLtError> {
+        let mut workspaces = self.workspaces.lock().ignore_poison();
+        if let Some(&workspace) = workspaces.get(&(stream as usize)) {
+            return Ok(workspace);
+        }
+        // SAFETY: the GPU's context is current. The memory is never freed.
+        let workspace = unsafe { cudarc::driver::result::malloc_sync(WORKSPACE) };
+        let failed = |error: cudarc::driver::DriverError| CublasLtError::Call {
+            call: "cuMemAlloc",
+            status: error.0 as Status,
+        };
+        let workspace = workspace.map_err(failed)?;
+        workspaces.insert(stream as usize, workspace);
+        Ok(workspace)
+    }
+}
+
+/// Sets an attribute of a descriptor, a layout or a preference.
+fn attribute<T>(
+    set: unsafe extern "C" fn(Opaque, c_uint, *const c_void, usize) -> Status,
+    name: &'static str,
+    of: Opaque,
+    key: c_uint,
+    value: &T,
+) -> Result<(), CublasLtError> {
+    // SAFETY: the object was created by the library; the value is live and has the size that is passed.
+    checked(name, unsafe { set(of, key, std::ptr::from_ref(value).cast(), size_of::<T>()) })
+}
