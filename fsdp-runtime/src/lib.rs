@@ -63,7 +63,7 @@ pub mod errors {
     #[cfg(feature = "train")]
     pub use crate::error::LearnerError;
     pub use crate::error::{
-        CheckpointError, CollectiveError, Error, LaunchError, LoadError, LoraError,
+        CheckpointError, CollectiveError, DevicePanic, Error, LaunchError, LoadError, LoraError,
         NotRecomputable, RankPanic, SaveError, ScheduleError, ShardError,
     };
     pub use crate::launch::EngineError;

@@ -165,6 +165,23 @@ pub struct RankPanic {
     pub message: String,
 }
 
+/// A panic on the thread of a device, as the error [`launch`](crate::launch()) returns for it.
+///
+/// The device has not run an operation that it was given: what the ranks compute from then on is wrong,
+/// or never comes.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the thread `{thread}` of a device panicked: {message}; the run is ended, since operations of the device \
+     are lost"
+)]
+#[non_exhaustive]
+pub struct DevicePanic {
+    /// Name of the thread.
+    pub thread: String,
+    /// The panic's message.
+    pub message: String,
+}
+
 /// Ends this rank by unwinding with a typed error, from code of Burn's or the user's that cannot
 /// return one.
 ///

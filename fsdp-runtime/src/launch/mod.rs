@@ -1,11 +1,12 @@
 //! Starts ranks, each with a separate rayon pool and communication thread: all ranks as threads of
 //! this process, or this process as one rank of several.
 //!
-//! Imports point one way: agree, engine, env, error, malloc, options, worker <- location,
+//! Imports point one way: agree, device_panic, engine, env, error, malloc, options, worker <- location,
 //! rank_thread <- threads, process <- mpi, gpus <- start.
 #![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::processes) is about this module.")]
 
 pub(crate) mod agree;
+mod device_panic;
 mod engine;
 pub mod env;
 mod error;

@@ -1,10 +1,12 @@
 //! The rank of a process that is one of several processes.
 
-use std::sync::{Arc, mpsc::sync_channel};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use burn::tensor::Device;
 
+use super::device_panic::{DeviceWatch, GRACE, POLL};
 use super::env::RankEnv;
 use super::rank_thread::{BoxedError, RankProgram, start_rank};
 use super::worker::Worker;
@@ -41,18 +43,40 @@ pub(super) fn run_rank<T: Send + 'static>(
     let mesh = Mesh::new(env.rank, env.world);
     let comm = Communicator::start(group.clone())?;
     let worker = Worker::new(mesh, device, topology.local_size, comm.clone());
+    let devices = DeviceWatch::start();
     let (sender, result) = sync_channel(1);
     start_rank(worker, topology.threads, program, move |outcome| {
         // The receiver below waits for the outcome.
         let _ = sender.send(outcome);
     })?;
-    let closed = CollectiveError::Closed { rank: env.rank };
-    let result = result.recv().unwrap_or(Err(Box::new(closed)))?;
+    let result = outcome(&result, env, &devices)?;
     // A rank that fails after this one has ended fails this one too.
     let op = Op::new("barrier", "the end of the run");
     comm.issue(move |group| group.exchange(&op, ())).wait()?;
     Communicator::end(comm);
     Ok(result)
+}
+
+/// Waits for the rank. After a panic on the thread of a device the rank has a moment to end by itself.
+fn outcome<T>(
+    result: &Receiver<Result<T, BoxedError>>,
+    env: &RankEnv,
+    devices: &DeviceWatch,
+) -> Result<T, BoxedError> {
+    let closed = || Err(BoxedError::from(CollectiveError::Closed { rank: env.rank }));
+    loop {
+        match result.recv_timeout(POLL) {
+            Ok(outcome) => return outcome,
+            Err(RecvTimeoutError::Disconnected) => return closed(),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if let Some(panic) = devices.panic() {
+            return match result.recv_timeout(GRACE) {
+                Ok(Err(error)) => Err(error),
+                _ => Err(Box::new(panic)),
+            };
+        }
+    }
 }
 
 /// Converts an error of this process's rank into that of the launch, preferring the rank that

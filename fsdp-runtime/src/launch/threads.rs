@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 
+use super::device_panic::{DeviceWatch, GRACE, POLL};
 use super::options::LaunchOptions;
 use super::rank_thread::{BoxedError, RankProgram, start_rank};
 use super::worker::Worker;
@@ -39,6 +40,7 @@ pub(super) fn run<T: Send + 'static>(
     program: RankProgram<T>,
 ) -> Result<Vec<T>, LaunchError> {
     let threads = options.threads(world.size(), world.size());
+    let devices = DeviceWatch::start();
     let (sender, outcomes) = channel();
     for (index, (group, device)) in world.ranks().zip(ends) {
         let start = || -> std::io::Result<()> {
@@ -57,37 +59,49 @@ pub(super) fn run<T: Send + 'static>(
         }
     }
     drop(sender);
-    collect(&outcomes, hub, world, options.timeout)
+    collect(&outcomes, hub, world, options.timeout, &devices)
 }
 
 /// The result or the error of a rank that has ended.
 type Outcome<T> = (Rank, Result<T, BoxedError>);
 
 /// Waits for all ranks, for at most `timeout` after the first failure, and returns the results in
-/// rank order or the error that was the cause.
+/// rank order or the error that was the cause. A panic on the thread of a device is a failure too.
 fn collect<T>(
     outcomes: &Receiver<Outcome<T>>,
     hub: &Hub,
     world: WorldSize,
     timeout: Duration,
+    devices: &DeviceWatch,
 ) -> Result<Vec<T>, LaunchError> {
     let mut results: Vec<Option<T>> = world.ranks().map(|_| None).collect();
     let mut errors: Vec<(Rank, BoxedError)> = Vec::new();
     let mut deadline: Option<Instant> = None;
-    for _ in world.ranks() {
-        let outcome = match deadline {
-            None => outcomes.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            Some(deadline) => {
-                outcomes.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+    let mut running = world.size();
+    while running > 0 {
+        if let Some(panic) = devices.panic() {
+            let reason = panic.to_string();
+            hub.fail(CollectiveError::PeerFailed { rank: Rank::ZERO, reason });
+            errors.push((Rank::ZERO, Box::new(panic)));
+            let ended = Instant::now() + GRACE;
+            deadline = Some(deadline.map_or(ended, |deadline| deadline.min(ended)));
+        }
+        if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            break;
+        }
+        match outcomes.recv_timeout(POLL) {
+            Ok((rank, outcome)) => {
+                running -= 1;
+                match outcome {
+                    Ok(result) => results[rank.index()] = Some(result),
+                    Err(error) => {
+                        deadline.get_or_insert_with(|| Instant::now() + timeout);
+                        errors.push((rank, error));
+                    }
+                }
             }
-        };
-        match outcome {
-            Ok((rank, Ok(result))) => results[rank.index()] = Some(result),
-            Ok((rank, Err(error))) => {
-                deadline.get_or_insert_with(|| Instant::now() + timeout);
-                errors.push((rank, error));
-            }
-            Err(_) => break,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => break,
         }
     }
     if errors.is_empty() {
