@@ -86,7 +86,7 @@ impl LinearCrossEntropyOptions {
     }
 
     /// Sets the number of rows whose logits exist at once. Default: as many as have 2^24 logits (64 MB in
-    /// f32), at least 16. More rows are faster: each chunk adds to the whole gradient of the weight.
+    /// f32, 32 MB in bf16), at least 16. More rows are faster: each chunk adds to the whole gradient of the weight.
     pub fn with_chunk_rows(mut self, rows: usize) -> Self {
         self.chunk_rows = Some(rows);
         self
@@ -128,8 +128,8 @@ pub fn linear_cross_entropy_bytes(hidden: [usize; 2], classes: usize, dtype: DTy
 ///
 /// Inside of a sharded unit `weight` is `self.head.val()`, and its gradient is reduced as any other.
 ///
-/// On Flex, f32 tensors have kernels. Other dtypes and CubeCL devices compute chunks with Burn's
-/// operations. On other devices all logits are made.
+/// There are kernels for f32 on Flex, and for f32, bf16 and f16 on CubeCL devices. Other dtypes compute
+/// chunks with Burn's operations. On other devices all logits are made.
 ///
 /// # Shapes
 ///

@@ -210,10 +210,70 @@ fn loss_and_gradients_are_burns_on_the_device() {
         layout: WeightLayout::Linear,
         ..PLAIN
     };
-    for (case, dtype) in [(all, FloatDType::F32), (PLAIN, FloatDType::F16)] {
+    // Rows that no vector divides, with a last chunk of ten.
+    let odd = Case { classes: 301, ..all };
+    let cases = [
+        (all, FloatDType::F32),
+        (PLAIN, FloatDType::F16),
+        (odd, FloatDType::F32),
+        (odd, FloatDType::F16),
+        (Case { layout: WeightLayout::Embedding, ..odd }, FloatDType::BF16),
+    ];
+    for (case, dtype) in cases {
         if dtypes(&device).any(|supported| supported == dtype) {
             case.assert_exact(&device, dtype);
         }
+    }
+}
+
+#[test]
+fn the_loss_repeats_on_the_device() {
+    let Some(device) = device() else { return };
+    let layout = WeightLayout::Linear;
+    let case = Case { chunk: Some(20), smoothing: 0.1, has_bias: true, layout, ..PLAIN };
+    let run = || case.run(&device, DType::F32, Case::ours);
+    for (found, expected) in run().iter().zip(&run()) {
+        assert_same_bits(found, expected, "a second run");
+    }
+}
+
+/// Returns the loss of hidden values of width 1 and class weights, and the gradient of the hidden values.
+fn of_numbers(device: &Device, hidden: &[f32], weight: &[f32], targets: &[i64]) -> (f64, Vec<f64>) {
+    let device = device.clone().autodiff();
+    let hidden = tensor(hidden, &device, FloatDType::F32).unsqueeze_dim::<2>(1).require_grad();
+    let weight = tensor(weight, &device, FloatDType::F32).unsqueeze_dim::<2>(1);
+    let targets = TensorData::new(targets.to_vec(), [targets.len()]);
+    let targets = Tensor::<1, Int>::from_data(targets, &device);
+    let options = LinearCrossEntropyOptions::new().with_ignore_index(-100);
+    let loss = linear_cross_entropy(hidden.clone(), weight, targets, options);
+    let gradients = loss.backward();
+    (numbers(&loss.inner())[0], numbers(&hidden.grad(&gradients).unwrap()))
+}
+
+#[test]
+fn large_logits_have_a_finite_loss() {
+    for device in devices() {
+        let weight = [1e4, -1e4, 0.0, 1e4];
+        let (loss, gradient) = of_numbers(&device, &[1.0, -1.0, 1.0], &weight, &[0, 1, 2]);
+        // ln 2, 0 and 10,000 + ln 2.
+        let expected = (10_000.0 + 2.0 * 2f64.ln()) / 3.0;
+        assert!((loss / expected - 1.0).abs() < 1e-6, "{loss} on {device:?}");
+        for (found, expected) in gradient.iter().zip([0.0, 0.0, 10_000.0 / 3.0]) {
+            assert!((found - expected).abs() < 4.0, "{found} {expected} on {device:?}");
+        }
+    }
+}
+
+#[test]
+fn a_row_that_does_not_count_may_be_no_number() {
+    for device in devices() {
+        let of = |target| {
+            of_numbers(&device, &[1.0, f32::NAN, 0.5], &[0.5, -0.5, 0.25, 0.0], &[0, target, 2])
+        };
+        assert!(of(1).0.is_nan(), "{device:?}");
+        let (loss, gradient) = of(-100);
+        assert!(loss.is_finite(), "{loss} on {device:?}");
+        assert!(gradient[0].is_finite() && gradient[2].is_finite(), "{gradient:?} on {device:?}");
     }
 }
 
@@ -308,14 +368,16 @@ fn tensors_without_autodiff_have_the_same_loss() {
 
 #[test]
 fn a_frozen_weight_has_no_gradient() {
-    let device = Device::flex().autodiff();
-    let hidden = Tensor::<2>::ones([4, 8], &device).require_grad();
-    let weight = Tensor::<2>::ones([10, 8], &device);
-    let targets = Tensor::<1, Int>::from_ints([1, 2, 3, 4], &device);
-    let options = LinearCrossEntropyOptions::new();
-    let loss = linear_cross_entropy(hidden.clone(), weight.clone(), targets, options);
-    let gradients = loss.backward();
-    assert!(hidden.grad(&gradients).is_some() && weight.grad(&gradients).is_none());
+    for device in devices() {
+        let device = device.autodiff();
+        let hidden = Tensor::<2>::ones([4, 8], &device).require_grad();
+        let weight = Tensor::<2>::ones([10, 8], &device);
+        let targets = Tensor::<1, Int>::from_ints([1, 2, 3, 4], &device);
+        let options = LinearCrossEntropyOptions::new();
+        let loss = linear_cross_entropy(hidden.clone(), weight.clone(), targets, options);
+        let gradients = loss.backward();
+        assert!(hidden.grad(&gradients).is_some() && weight.grad(&gradients).is_none());
+    }
 }
 
 #[test]

@@ -12,14 +12,15 @@ use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{
-    copy, decode, dropout, encode, gelu, linear, mean, normalization, optim, product,
-    random_rounding, rotary, softmax, sums, swiglu,
+    copy, cross_entropy, decode, dropout, encode, gelu, linear, mean, normalization, optim,
+    product, random_rounding, rotary, softmax, sums, swiglu,
 };
 use crate::StorageType;
 use crate::accesses;
 use crate::attention::{self, AttentionRule, AttentionTensors, composed};
 use crate::batched_steps::StepBatch;
 use crate::contract::{AdamTensors, Kernels, RankMean, Sums, cast, takes};
+use crate::cross_entropy::{LossResults, LossRule, LossTensors};
 use crate::linear::LinearActivation;
 use crate::mask::MaskSource;
 use crate::norm::Norm;
@@ -203,6 +204,16 @@ impl Kernels for CubeBackend {
         match takes(tensors.query.dtype) {
             true => attention::backward(tensors, &results[1], grad, rule, &RowKernels),
             false => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),
+        }
+    }
+
+    fn linear_cross_entropy(
+        tensors: &LossTensors<CubeTensor>,
+        rule: &LossRule,
+    ) -> LossResults<CubeTensor> {
+        match takes(tensors.hidden.dtype) {
+            true => cross_entropy::forward(tensors, rule),
+            false => crate::cross_entropy::forward::<Self>(tensors, rule),
         }
     }
 

@@ -15,6 +15,8 @@ mod attention;
 mod attention_kernels;
 mod buffer_slice;
 mod copy;
+mod cross_entropy;
+mod cross_entropy_kernels;
 mod decode;
 mod device;
 mod dropout;

@@ -3,7 +3,7 @@
 //! On a device other than a CPU an element of a row is added to one of up to 256 sums, according to its
 //! index modulo their number, and the sums are added in the order of a tree. The order depends only on
 //! the row's length, not on the width of the vectors. On a CPU a team is one thread, and the width of
-//! vectors depends only on the row's length and the dtype.
+//! vectors depends only on the row's length and the dtype. [`Team::of_long_rows`] makes teams with more sums.
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -37,6 +37,16 @@ impl Team {
         }
         let sums = row_len.next_power_of_two().clamp(MIN_SUMS, MAX_SUMS);
         Self { lanes: sums / width, threads: THREADS, width }
+    }
+
+    /// Returns the team for rows of many vectors, of which a launch may have few: a thread for each vector, up
+    /// to all threads of a cube. The order of sums depends on the width of the vectors.
+    pub(super) fn of_long_rows(client: &Client, vectors: usize, width: usize) -> Self {
+        if on_cpu(client) {
+            return Self { lanes: 1, threads: 1, width };
+        }
+        let lanes = vectors.next_power_of_two().clamp(MIN_SUMS, THREADS);
+        Self { lanes, threads: THREADS, width }
     }
 
     /// Returns a grid with at least this many teams.

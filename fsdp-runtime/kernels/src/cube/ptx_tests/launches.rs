@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_std::Metadata;
 use cubecl::client::Client;
 
 use super::server::{Launched, Ptx, client};
@@ -17,11 +18,12 @@ use crate::batched_steps::{self, StepBatch};
 use crate::cube::attention::RowKernels;
 use crate::cube::buffer_slice::BufferSlice;
 use crate::cube::copy::fill;
+use crate::cube::cross_entropy::RowLosses;
 use crate::cube::decode::decode_into;
 use crate::ignore_poison::IgnorePoison;
 use crate::norm::Norm;
 use crate::{
-    AdamStep, AdamTensors, AttentionRule, Kernels, LinearActivation, MaskSource,
+    AdamStep, AdamTensors, AttentionRule, Kernels, LinearActivation, LossRule, MaskSource,
     NormalizationGrads, NormalizationRule, NormalizationTensors, RandomRounding, RankMean,
     RotaryRule, RotaryTensors, SgdStep,
 };
@@ -63,6 +65,7 @@ impl Gpu {
             self.swiglus(from);
             self.softmaxes(from);
             self.attentions(from);
+            self.losses(from);
             self.fills(from);
             self.decodes(from);
             self.encodes(from);
@@ -370,6 +373,34 @@ impl Gpu {
                 self.launch("attention_slopes_kernel", &others, || {
                     RowKernels.slopes([rows(dtype), rows(dtype)], &statistics, &block)
                 });
+            }
+        });
+    }
+
+    fn losses(&self, dtype: DType) {
+        self.rows(dtype, |matrix, classes| {
+            for (smoothing, gradients) in [(0.0, true), (0.1, true), (0.1, false)] {
+                let rule = LossRule {
+                    embedding: true,
+                    ignored: None,
+                    smoothing,
+                    mean: gradients,
+                    chunk: 5,
+                    gradients: [gradients; 3],
+                };
+                // Rows that vectors divide, and padded rows.
+                for (has_bias, len) in [(false, classes), (true, classes), (true, classes - 1)] {
+                    let bias = has_bias.then(|| self.tensor(len, dtype));
+                    let targets = self.tensor(5, DType::F32);
+                    let others = ["pack_kernel", "loss_kernel"];
+                    self.launch("row_losses_kernel", &others, || {
+                        let mut logits = matrix(5);
+                        logits.meta = Box::new(Metadata::new([5, len], [classes, 1]));
+                        let losses = RowLosses::new(targets, bias, &rule);
+                        losses.compute(logits, 0);
+                        losses.finish()
+                    });
+                }
             }
         });
     }
