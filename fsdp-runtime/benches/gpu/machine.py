@@ -14,6 +14,7 @@ LIBDEVICE = Path("nvvm/libdevice/libdevice.10.bc")
 # Where CubeCL looks without `CUDA_PATH`.
 CUDA_ROOTS = ("/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr")
 NCCL = "libnccl.so.2"
+CUBLASLT = ("libcublasLt.so.13", "libcublasLt.so.12")
 # The programs, each with an argument that shows whether it starts.
 HARMLESS = {
     "bert_finetune": "--help",
@@ -51,9 +52,10 @@ def cuda_root(env: dict[str, str]) -> Path | None:
     return next((root for root in roots if (root / LIBDEVICE).is_file()), None)
 
 
-def nccl_by_name() -> bool:
-    """Whether the loader finds NCCL by its name."""
-    return NCCL in output(shutil.which("ldconfig") or "/sbin/ldconfig", "-p")
+def by_name(*libraries: str) -> bool:
+    """Whether the loader finds one of the libraries by its name."""
+    found = output(shutil.which("ldconfig") or "/sbin/ldconfig", "-p")
+    return any(library in found for library in libraries)
 
 
 def wheels(python: str) -> list[Path]:
@@ -88,8 +90,11 @@ def library_env(context: Context) -> dict[str, str]:
                 link.symlink_to(target)
                 env["CUDA_PATH"] = str(root)
     nccl = first(packages, f"nvidia/nccl/lib/{NCCL}")
-    if nccl and not nccl_by_name() and "FSDP_NCCL_LIBRARY" not in os.environ:
+    if nccl and not by_name(NCCL) and "FSDP_NCCL_LIBRARY" not in os.environ:
         env["FSDP_NCCL_LIBRARY"] = str(nccl)
+    cublaslt = first(packages, *(f"nvidia/*/lib/{name}" for name in CUBLASLT))
+    if cublaslt and not by_name(*CUBLASLT) and "FSDP_CUBLASLT_LIBRARY" not in os.environ:
+        env["FSDP_CUBLASLT_LIBRARY"] = str(cublaslt)
     if any(missing_libraries(program, {}) for program in programs(context)):
         folders = [str(context.pack / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
         env["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
@@ -119,7 +124,9 @@ def environment(step: StepRun) -> None:
     if context.programs.name == "bin-cuda-cpp":
         step.check("CUDA's headers", bool(root and (root / "include/cuda_fp16.h").is_file()))
     nccl = (os.environ | context.env).get("FSDP_NCCL_LIBRARY")
-    step.check("NCCL", Path(nccl).is_file() if nccl else nccl_by_name(), library=nccl or NCCL)
+    step.check("NCCL", Path(nccl).is_file() if nccl else by_name(NCCL), library=nccl or NCCL)
+    cublaslt = (os.environ | context.env).get("FSDP_CUBLASLT_LIBRARY")
+    step.check("cuBLASLt", Path(cublaslt).is_file() if cublaslt else by_name(*CUBLASLT), library=cublaslt)
     step.check("torch with CUDA", torch.ok)
     tools = {tool: shutil.which(tool) for tool in ("compute-sanitizer", "ncu", "nvcc")}
     machine = {"cores": os.cpu_count(), "available_bytes": available_bytes(), "tools": tools}

@@ -112,6 +112,39 @@ class Programs(unittest.TestCase):
         status = Path(f"/proc/{marker.read_text().strip()}/stat")
         self.assertTrue(not status.exists() or ") Z " in status.read_text())
 
+    def test_products_must_agree_without_a_warning(self) -> None:
+        self.program("bin/bert_finetune", LOSSES)
+        self.assertEqual(self.run_step("products")[0], 0)
+        self.program("bin/bert_finetune", f"echo \"products of matrices are CubeCL's\" >&2; {LOSSES}")
+        code, record = self.run_step("products")
+        self.assertEqual((code, len(self.failed(record))), (1, 3))
+        other = """case "$FSDP_CUBLASLT" in 0) echo '{"losses": [0.7, 0.6, 0.6]}' ;; *) %s ;; esac"""
+        self.program("bin/bert_finetune", other % LOSSES)
+        code, record = self.run_step("products", "--device", "flex")
+        self.assertEqual((code, self.failed(record)), (1, ["CubeCL, to cuBLASLt"]))
+
+    def test_the_start_is_timed(self) -> None:
+        self.program("bin/bert_finetune", f"test -f cubecl.toml || exit 1; {LOSSES}")
+        code, record = self.run_step("start")
+        self.assertEqual((code, record["results"]["last"]["losses"]), (0, [0.7, 0.6, 0.5]))
+        self.program("bin/bert_finetune", "exit 1")
+        self.assertEqual(self.run_step("start")[0], 1)
+
+    def test_the_kernels_of_a_step_are_those_between_two_optimizer_steps(self) -> None:
+        trace = self.folder / "trace.tsv"
+        lines = []
+        for update in range(4):
+            at = update * 100_000_000
+            lines += [f"{at + 10_000_000}\t2000000\t7\tgemm", f"{at + 11_000_000}\t3000000\t8\tgemm"]
+            lines += [f"{at + 50_000_000}\t1000000\t7\tAdamKernel"]
+        trace.write_text("\n".join(lines))
+        argv = [sys.executable, str(HERE / "kernel_times.py"), str(trace)]
+        printed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+        # The products overlap: they take 4 ms of the device, and AdamW 1 ms.
+        step = {"steps": 4, "step_ms": 100.0, "busy_ms": 5.0, "launches": 3}
+        self.assertEqual(json.loads(printed[0]), step)
+        self.assertEqual([line.split()[0] for line in printed[1:]], ["5.000", "1.000"])
+
     def test_agreement_finds_a_race(self) -> None:
         same = "[[0.7, 0.6], [0.7, 0.6]]"
         self.program("bin/step", agreeing(same, same))

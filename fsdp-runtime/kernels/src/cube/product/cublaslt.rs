@@ -1,5 +1,6 @@
 //! Calls of cuBLASLt.
 
+mod descriptors;
 mod device;
 mod library;
 mod plan;

@@ -1,37 +1,21 @@
 //! Descriptors of calls, and the algorithms that the library's heuristic chooses for them. Nothing is timed.
 
 use std::collections::HashMap;
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex};
 
-use burn::tensor::DType;
 use cudarc::driver::CudaContext;
 
+use super::descriptors::{
+    DESC_AUXILIARY, DESC_BIAS, PREFERENCE_ALIGNMENT, PREFERENCE_WORKSPACE, attribute, checked,
+};
 use super::library::{CublasLtError, Heuristic, Library, Opaque, Status, library};
 use crate::IgnorePoison;
-use crate::cube::product::call::{Call, Epilogue};
+use crate::cube::product::call::Call;
 
 /// Bytes of scratch memory that an algorithm may use: what the library's documentation advises for Hopper.
 pub(super) const WORKSPACE: usize = 32 << 20;
-
-// Numbers of cublasLt.h.
-const COMPUTE_F32: c_uint = 68;
-const COMPUTE_TF32: c_uint = 77;
-const DESC_TRANSPOSED: [c_uint; 2] = [3, 4];
-const DESC_EPILOGUE: c_uint = 7;
-const DESC_BIAS: c_uint = 8;
-const DESC_AUXILIARY: c_uint = 11;
-const DESC_AUXILIARY_LEADING: c_uint = 12;
-const DESC_BIAS_DTYPE: c_uint = 26;
-const LAYOUT_BATCH: c_uint = 5;
-const LAYOUT_BATCH_STRIDE: c_uint = 6;
-const PREFERENCE_WORKSPACE: c_uint = 1;
-/// Of A, B, C and D.
-const PREFERENCE_ALIGNMENT: [c_uint; 4] = [5, 6, 7, 8];
-const EPILOGUE_BIAS: c_uint = 4;
-const EPILOGUE_GELU_AUX_BIAS: c_uint = 164;
-const EPILOGUE_BGRADA: c_uint = 256;
 
 /// A pointer that the library gave out.
 #[derive(Clone, Copy)]
@@ -80,20 +64,6 @@ pub(super) struct Addresses {
     /// The bias, or the sums that are written in its place.
     pub(super) bias: Option<u64>,
     pub(super) before: Option<u64>,
-}
-
-/// Converts the status of a call.
-fn checked(call: &'static str, status: Status) -> Result<(), CublasLtError> {
-    if status == 0 { Ok(()) } else { Err(CublasLtError::Call { call, status }) }
-}
-
-/// Returns the library's number of a dtype, `cudaDataType_t`.
-fn number(dtype: DType) -> c_uint {
-    match dtype {
-        DType::BF16 => 14,
-        DType::F16 => 2,
-        _ => 0,
-    }
 }
 
 impl Handles {
@@ -147,8 +117,9 @@ impl Handles {
             status: error.0 as Status,
         };
         self.context.bind_to_thread().map_err(driver)?;
-        let desc = self.descriptor(call, tf32)?;
-        let [a, b, d] = [self.layout(call, 0)?, self.layout(call, 1)?, self.layout(call, 2)?];
+        let desc = library.descriptor(call, tf32)?;
+        let [a, b, d] =
+            [library.layout(call, 0)?, library.layout(call, 1)?, library.layout(call, 2)?];
         let mut preference = null_mut();
         // SAFETY: the function writes a preference.
         let status = unsafe { (library.cublasLtMatmulPreferenceCreate)(&raw mut preference) };
@@ -188,64 +159,6 @@ impl Handles {
         Ok(Plan { desc, a, b, d, algorithm: found.algorithm, workspace: found.workspace })
     }
 
-    fn descriptor(&self, call: &Call, tf32: bool) -> Result<Opaque, CublasLtError> {
-        let library = self.library;
-        let fast = tf32 && call.dtypes[0] == DType::F32;
-        let compute = if fast { COMPUTE_TF32 } else { COMPUTE_F32 };
-        let mut desc = null_mut();
-        // SAFETY: the function writes a descriptor.
-        let status = unsafe {
-            (library.cublasLtMatmulDescCreate)(&raw mut desc, compute, number(DType::F32))
-        };
-        checked("cublasLtMatmulDescCreate", status)?;
-        for (key, transposed) in DESC_TRANSPOSED.into_iter().zip(call.transposed) {
-            self.describe(desc, key, &c_int::from(transposed))?;
-        }
-        if call.epilogue != Epilogue::None {
-            self.describe(desc, DESC_BIAS_DTYPE, &number(call.dtypes[1]))?;
-        }
-        match call.epilogue {
-            Epilogue::None => {}
-            Epilogue::Bias => self.describe(desc, DESC_EPILOGUE, &EPILOGUE_BIAS)?,
-            Epilogue::SumsOfA => self.describe(desc, DESC_EPILOGUE, &EPILOGUE_BGRADA)?,
-            Epilogue::BiasAndGelu => {
-                self.describe(desc, DESC_EPILOGUE, &EPILOGUE_GELU_AUX_BIAS)?;
-                self.describe(desc, DESC_AUXILIARY_LEADING, &(call.dims[0] as i64))?;
-            }
-        }
-        Ok(desc)
-    }
-
-    /// Sets an attribute of a descriptor.
-    fn describe<T>(&self, desc: Opaque, key: c_uint, value: &T) -> Result<(), CublasLtError> {
-        let set = self.library.cublasLtMatmulDescSetAttribute;
-        attribute(set, "cublasLtMatmulDescSetAttribute", desc, key, value)
-    }
-
-    /// Creates the layout of matrix `at` of A, B and D.
-    fn layout(&self, call: &Call, at: usize) -> Result<Opaque, CublasLtError> {
-        let library = self.library;
-        let [rows, columns] = call.stored(at);
-        let dtype = number(call.dtypes[usize::from(at == 2)]);
-        let mut layout = null_mut();
-        // SAFETY: the function writes a layout.
-        let status = unsafe {
-            (library.cublasLtMatrixLayoutCreate)(
-                &raw mut layout,
-                dtype,
-                rows as u64,
-                columns as u64,
-                call.leading[at] as i64,
-            )
-        };
-        checked("cublasLtMatrixLayoutCreate", status)?;
-        let set = library.cublasLtMatrixLayoutSetAttribute;
-        let name = "cublasLtMatrixLayoutSetAttribute";
-        attribute(set, name, layout, LAYOUT_BATCH, &(call.batch as i32))?;
-        attribute(set, name, layout, LAYOUT_BATCH_STRIDE, &(call.batch_strides[at] as i64))?;
-        Ok(layout)
-    }
-
     /// Runs a plan on a stream.
     ///
     /// # Safety
@@ -260,10 +173,10 @@ impl Handles {
         stream: *mut c_void,
     ) -> Result<(), CublasLtError> {
         if let Some(bias) = addresses.bias {
-            self.describe(plan.desc.0, DESC_BIAS, &bias)?;
+            self.library.describe(plan.desc.0, DESC_BIAS, &bias)?;
         }
         if let Some(before) = addresses.before {
-            self.describe(plan.desc.0, DESC_AUXILIARY, &before)?;
+            self.library.describe(plan.desc.0, DESC_AUXILIARY, &before)?;
         }
         let (one, beta) = (1f32, f32::from(u8::from(adds)));
         let Addresses { a, b, d, .. } = *addresses;
@@ -309,16 +222,4 @@ impl Handles {
         workspaces.insert(stream as usize, workspace);
         Ok(workspace)
     }
-}
-
-/// Sets an attribute of a descriptor, a layout or a preference.
-fn attribute<T>(
-    set: unsafe extern "C" fn(Opaque, c_uint, *const c_void, usize) -> Status,
-    name: &'static str,
-    of: Opaque,
-    key: c_uint,
-    value: &T,
-) -> Result<(), CublasLtError> {
-    // SAFETY: the object was created by the library; the value is live and has the size that is passed.
-    checked(name, unsafe { set(of, key, std::ptr::from_ref(value).cast(), size_of::<T>()) })
 }
