@@ -188,7 +188,7 @@ impl BertLayer {
         let hidden = self.attention.forward(hidden, padding);
         let wide = self.up.forward_activated(hidden.clone(), self.activation.into());
         let narrow = self.dropout.forward(self.down.forward(wide));
-        self.norm.forward(hidden + narrow)
+        self.norm.forward_residual(narrow, hidden).0
     }
 }
 
@@ -213,7 +213,7 @@ impl BertAttention {
         let context = attention(query, key, value, options);
         let context = context.swap_dims(1, 2).reshape([batch, length, width]);
         let context = self.dropout.forward(self.output.forward(context));
-        self.norm.forward(hidden + context)
+        self.norm.forward_residual(context, hidden).0
     }
 }
 

@@ -102,8 +102,8 @@ impl Block {
     /// - `x` and output: `[rows, length, width]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let attended = self.attention.forward(self.attention_norm.forward(x.clone()));
-        let x = x + self.dropout.forward(attended);
-        let wide = self.wide(self.norm.forward(x.clone()));
+        let (normed, x) = self.norm.forward_residual(self.dropout.forward(attended), x);
+        let wide = self.wide(normed);
         x + self.dropout.forward(self.down.forward(wide))
     }
 }
@@ -118,8 +118,8 @@ impl Block {
     /// Applies the block to the word pieces after those in the cache, without dropout.
     fn next(&self, x: Tensor<3>, cache: &mut Option<KeyValue>) -> Tensor<3> {
         let attended = self.attention.next(self.attention_norm.forward(x.clone()), Some(cache));
-        let x = x + attended;
-        let wide = self.wide(self.norm.forward(x.clone()));
+        let (normed, x) = self.norm.forward_residual(attended, x);
+        let wide = self.wide(normed);
         x + self.down.forward(wide)
     }
 }
