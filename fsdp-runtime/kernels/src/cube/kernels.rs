@@ -11,7 +11,7 @@ use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{
-    copy, decode, dropout, encode, gelu, linear, mean, normalization, optim, product,
+    copy, decode, dropout, encode, flash, gelu, linear, mean, normalization, optim, product,
     random_rounding, rotary, softmax, sums, swiglu,
 };
 use crate::StorageType;
@@ -164,6 +164,9 @@ impl Kernels for CubeBackend {
         tensors: &AttentionTensors<CubeTensor>,
         rule: &AttentionRule,
     ) -> [CubeTensor; 2] {
+        if let Some(results) = flash::forward(tensors, rule) {
+            return results;
+        }
         match takes(tensors.query.dtype) {
             true => attention::forward(tensors, rule, &RowKernels),
             false => composed::forward::<Self>(tensors, rule, Self::dropout),

@@ -1,0 +1,103 @@
+//! Rows of tensors on their way from global to shared memory.
+
+use cubecl::prelude::*;
+
+use super::fragments::{Chunk, Pair, left_column, left_row};
+use super::plan::Plan;
+use super::shape::Strides;
+
+/// Rows of one head, in a tensor of any strides.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct HeadRows {
+    /// Index of the head's first chunk.
+    first: usize,
+    /// Number of chunks from one row to the next.
+    stride: usize,
+    /// Number of rows.
+    count: usize,
+}
+
+/// Returns the rows of a head.
+#[cube]
+pub(super) fn head_rows(batch: usize, head: usize, strides: &Strides, count: usize) -> HeadRows {
+    HeadRows { first: batch * strides.batch + head * strides.head, stride: strides.row, count }
+}
+
+/// Reads the part of this thread of `plan.columns` rows from row `first` on. Rows after the head's last are that
+/// one.
+#[cube]
+pub(super) fn read_rows<F: Float>(
+    source: &[Chunk<F>],
+    rows: &HeadRows,
+    first: usize,
+    #[comptime] plan: Plan,
+) -> Array<Chunk<F>> {
+    let all = comptime!(plan.columns * plan.chunks());
+    let each = comptime!(all.div_ceil(plan.threads()));
+    let mut part = Array::<Chunk<F>>::new(each);
+    #[unroll(plan.unrolls())]
+    for at in 0..each {
+        let index = own_chunk(at, plan);
+        let row = min(first + index / comptime!(plan.chunks()), rows.count - 1);
+        part[at] = source[rows.first + row * rows.stride + index % comptime!(plan.chunks())];
+    }
+    part
+}
+
+/// Writes what [`read_rows`] returned to shared memory. Every thread of the cube must call it.
+#[cube]
+pub(super) fn write_rows<F: Float>(
+    part: &Array<Chunk<F>>,
+    tile: &mut Shared<[Chunk<F>]>,
+    #[comptime] plan: Plan,
+) {
+    let all = comptime!(plan.columns * plan.chunks());
+    #[unroll(plan.unrolls())]
+    for at in 0..comptime!(all.div_ceil(plan.threads())) {
+        let index = own_chunk(at, plan);
+        let row = index / comptime!(plan.chunks());
+        tile[row * comptime!(plan.stride()) + index % comptime!(plan.chunks())] = part[at];
+    }
+}
+
+/// Returns the index in a tile of chunk `at` of this thread. Threads without a chunk have the last one, as well.
+#[cube]
+fn own_chunk(at: usize, #[comptime] plan: Plan) -> usize {
+    let all = comptime!(plan.columns * plan.chunks());
+    let index = UNIT_POS as usize + at * comptime!(plan.threads());
+    if comptime!(all.is_multiple_of(plan.threads())) {
+        index
+    } else {
+        min(index, comptime!(all - 1))
+    }
+}
+
+/// Returns the tiles of a left factor of `plan.plane_rows()` rows from row `first` on: those of a strip beside
+/// each other, then those of the next strip. Rows after the head's last are that one.
+#[cube]
+pub(super) fn left_factor<F: Float>(
+    source: &[Pair<F>],
+    rows: &HeadRows,
+    first: usize,
+    lane: usize,
+    #[comptime] plan: Plan,
+) -> Sequence<Array<Pair<F>>> {
+    let fragments = comptime!(plan.fragments);
+    let mut factor = Sequence::<Array<Pair<F>>>::new();
+    #[unroll]
+    for strip in 0..comptime!(plan.strips) {
+        #[unroll]
+        for step in 0..comptime!(plan.steps()) {
+            let mut tile = Array::<Pair<F>>::new(comptime!(fragments.factor_pairs()));
+            #[unroll(plan.unrolls())]
+            for at in 0..comptime!(fragments.factor_pairs()) {
+                let row = first + strip * 16 + left_row(lane, at, fragments);
+                let row = rows.first + min(row, rows.count - 1) * rows.stride;
+                let column = left_column(lane, at, fragments) / 2;
+                tile[at] = source[row * 4 + step * 8 + column];
+            }
+            factor.push(tile);
+        }
+    }
+    factor
+}
