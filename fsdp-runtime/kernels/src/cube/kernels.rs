@@ -179,6 +179,9 @@ impl Kernels for CubeBackend {
         grad: &CubeTensor,
         rule: &AttentionRule,
     ) -> [CubeTensor; 3] {
+        if let Some(grads) = flash::backward(tensors, results, grad, rule) {
+            return grads;
+        }
         match takes(tensors.query.dtype) {
             true => attention::backward(tensors, &results[1], grad, rule, &RowKernels),
             false => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),

@@ -8,8 +8,10 @@ use cubecl::prelude::*;
 use super::fragments::{Chunk, Pair, sum_column, sum_row};
 use super::plan::Plan;
 use super::product::TileProduct;
-use super::scores::{HIDDEN, Sums, add_products, hide, products, row_bounds, zero_sums};
-use super::shape::{AttentionShape, seen_keys};
+use super::scores::{
+    HIDDEN, Sums, add_products, hide, products, row_bounds, write_bias, zero_sums,
+};
+use super::shape::{AttentionShape, from_last, quotient, seen_keys};
 use super::tiles::{head_rows, left_factor, read_rows, write_rows};
 use crate::cube::rounding::narrowed;
 
@@ -143,15 +145,9 @@ fn finish<P: TileProduct, F: Float>(
     }
 }
 
-/// Returns the index from the last of `count` items that an item has from the first.
-#[cube]
-fn from_last(index: usize, count: usize) -> usize {
-    count - 1 - index
-}
-
 /// Attention of `plan.rows()` queries of a head: cube `(tile, head, row of the batch)`. `bias` and `table` have one
 /// buffer or none.
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, address_type = "u64")]
 pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
     query: &[Pair<F>],
     key: &[Chunk<F>],
@@ -179,8 +175,8 @@ pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
     let own_query = first_query + plane * comptime!(plan.plane_rows());
 
     let of_query = head_rows(batch, head, &shape.query, shape.queries);
-    let of_key = head_rows(batch, head / shape.group, &shape.key, shape.keys);
-    let of_value = head_rows(batch, head / shape.group, &shape.value, shape.keys);
+    let of_key = head_rows(batch, quotient(head, shape.group), &shape.key, shape.keys);
+    let of_value = head_rows(batch, quotient(head, shape.group), &shape.value, shape.keys);
     let queries = left_factor(query, &of_query, own_query, lane, plan);
     let seen = seen_keys(batch, first_query, last_query, table, &shape, plan);
     let bounds = row_bounds(batch, own_query, lane, table, &shape, plan);
@@ -188,32 +184,25 @@ pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
     let mut sums = zero_sums(comptime!(plan.width_tiles()), plan);
 
     let mut first = seen.first / columns * columns;
-    write_rows(&read_rows(key, &of_key, first, plan), &mut key_tile, plan);
+    let keys = read_rows(key, &of_key, first, columns, plan);
+    write_rows(&keys, &mut key_tile, columns, plan);
     sync_cube();
     while first < seen.end {
-        let values = read_rows(value, &of_value, first, plan);
+        let values = read_rows(value, &of_value, first, columns, plan);
         let mut scores = products::<P, F>(&queries, &key_tile, plan);
-        write_rows(&values, &mut value_tile, plan);
-        #[unroll]
-        for at in 0..bias.len() {
-            let mut own = UNIT_POS as usize;
-            while own < columns {
-                let index = batch * shape.keys + min(first + own, shape.keys - 1);
-                bias_tile[own] = f32::cast_from(bias[at][index]);
-                own += comptime!(plan.threads());
-            }
-        }
+        write_rows(&values, &mut value_tile, columns, plan);
+        write_bias(bias, &mut bias_tile, batch, first, &shape, plan);
         // All threads have read the keys, and written their values.
         sync_cube();
         let next = first + columns;
-        let keys = read_rows(key, &of_key, next, plan);
+        let keys = read_rows(key, &of_key, next, columns, plan);
         let has_bias = comptime!(bias.len() > 0);
         if has_bias || first < seen.all_first || next > seen.all_end {
             hide(&mut scores, &bounds, &bias_tile, first, lane, HIDDEN, has_bias, plan);
         }
         weigh::<P>(&mut scores, &mut softmax, &mut sums, shape.scale, plan);
         add_products::<P, F>(&mut sums, &scores, &value_tile, plan);
-        write_rows(&keys, &mut key_tile, plan);
+        write_rows(&keys, &mut key_tile, columns, plan);
         first = next;
         // All threads have read the values, and written the next keys.
         sync_cube();

@@ -8,13 +8,18 @@
 //! in multiples of 16. For other attentions the functions return `None`.
 
 mod attention;
+mod backward;
 mod forward;
 mod forward_kernel;
 mod fragments;
+mod key_grads_kernel;
+mod means_kernel;
 mod plan;
 mod product;
+mod query_grads_kernel;
 mod scores;
 mod shape;
+mod sums;
 #[cfg(all(test, feature = "cpu", feature = "flex"))]
 mod tests;
 mod tiles;
@@ -32,4 +37,16 @@ pub(super) fn forward(
 ) -> Option<[CubeTensor; 2]> {
     let attention = Attention::new(tensors, rule, Setting::get())?;
     Some(forward::forward(&attention))
+}
+
+/// Implements
+/// [`Kernels::tiled_attention_backward`](crate::Kernels::tiled_attention_backward).
+pub(super) fn backward(
+    tensors: &AttentionTensors<CubeTensor>,
+    results: &[CubeTensor; 2],
+    grad: &CubeTensor,
+    rule: &AttentionRule,
+) -> Option<[CubeTensor; 3]> {
+    let attention = Attention::new(tensors, rule, Setting::get())?;
+    backward::backward(&attention, results, grad)
 }

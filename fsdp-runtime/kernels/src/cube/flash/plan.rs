@@ -95,6 +95,10 @@ pub(super) const fn stride(width: usize) -> usize {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pass {
     Forward,
+    /// Gradients of queries.
+    QueryGrads,
+    /// Gradients of keys and values. Rows are keys.
+    KeyGrads,
 }
 
 /// Returns the division of an attention on tensors of this dtype and width. Returns `None` if the kernels do not
@@ -125,10 +129,12 @@ pub(super) fn plan(
 fn division(fragments: Fragments, width: usize, pass: Pass) -> Plan {
     let [planes, strips, columns] = match (fragments, pass) {
         (Fragments::Matrix, Pass::Forward) => match width {
-            48 | 64 => [PLANES, 2, 64],
+            48 | 64 => [PLANES, 2, 48],
             80 | 96 => [PLANES, 1, 48],
             _ => [PLANES, 1, 64],
         },
+        (Fragments::Matrix, Pass::QueryGrads | Pass::KeyGrads) if width <= 64 => [PLANES, 1, 64],
+        (Fragments::Matrix, Pass::QueryGrads | Pass::KeyGrads) => [PLANES, 1, 32],
         // Several strips, and tiles that divide few lengths.
         (Fragments::Scalar, _) => [1, 2, 48],
     };

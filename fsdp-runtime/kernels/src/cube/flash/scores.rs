@@ -61,6 +61,43 @@ pub(super) fn products<P: TileProduct, F: Float>(
     sums
 }
 
+/// Returns the products of the rows of a plane, from row `first` of a tile in shared memory on, with the rows of
+/// another tile.
+#[cube]
+pub(super) fn products_of_tiles<P: TileProduct, F: Float>(
+    rows: &Shared<[Chunk<F>]>,
+    first: usize,
+    tile: &Shared<[Chunk<F>]>,
+    #[comptime] plan: Plan,
+) -> Sums {
+    let (steps, tiles) = comptime!((plan.steps(), plan.score_tiles()));
+    let mut sums = zero_sums(tiles, plan);
+    #[unroll]
+    for step in 0..steps {
+        let mut left = Sequence::<Array<Pair<F>>>::new();
+        #[unroll]
+        for strip in 0..comptime!(plan.strips) {
+            let at = first * comptime!(plan.stride())
+                + comptime!(strip * TILE * plan.stride() + step * 2);
+            left.push(P::left_of_rows::<F>(rows, at, comptime!(plan.stride())));
+        }
+        #[unroll]
+        for block in 0..comptime!(tiles / 2) {
+            let first = comptime!(block * TILE * plan.stride() + step * 2);
+            let right = P::right_of_columns::<F>(tile, first, comptime!(plan.stride()));
+            #[unroll]
+            for strip in 0..comptime!(plan.strips) {
+                #[unroll]
+                for half in 0..2usize {
+                    let at = comptime!(strip * tiles + block * 2 + half);
+                    P::multiply::<F>(&left[strip], &right, &mut sums[at], half);
+                }
+            }
+        }
+    }
+    sums
+}
+
 /// Adds to sums the products of scores, rounded to the dtype of the tensors, with the columns of a tile in shared
 /// memory.
 #[cube]
@@ -92,6 +129,28 @@ pub(super) fn add_products<P: TileProduct, F: Float>(
                     P::multiply::<F>(&left[strip], &right, &mut sums[at], half);
                 }
             }
+        }
+    }
+}
+
+/// Writes the bias of the keys from `first` on to shared memory, if there is one. Every thread of the cube must call
+/// it.
+#[cube]
+pub(super) fn write_bias<F: Float>(
+    bias: &Sequence<Box<[F]>>,
+    tile: &mut Shared<[f32]>,
+    batch: usize,
+    first: usize,
+    shape: &AttentionShape,
+    #[comptime] plan: Plan,
+) {
+    #[unroll]
+    for at in 0..bias.len() {
+        let mut own = UNIT_POS as usize;
+        while own < comptime!(plan.columns) {
+            let index = batch * shape.keys + min(first + own, shape.keys - 1);
+            tile[own] = f32::cast_from(bias[at][index]);
+            own += comptime!(plan.threads());
         }
     }
 }

@@ -116,3 +116,15 @@ pub(super) fn seen_keys(
         all_end: end_key(batch, first, table, shape, plan),
     }
 }
+
+/// Returns the index from the last of `count` items that an item has from the first.
+#[cube]
+pub(super) fn from_last(index: usize, count: usize) -> usize {
+    count - 1 - index
+}
+
+/// Returns `number / divisor`, for numbers below 2^32. Indices have 64 bits, whose division is slow.
+#[cube]
+pub(super) fn quotient(number: usize, divisor: usize) -> usize {
+    (number as u32 / divisor as u32) as usize
+}

@@ -62,6 +62,10 @@ impl Case {
         }
     }
 
+    fn grad<B: Kernels>(&self, device: &B::Device, dtype: DType) -> Float<B> {
+        self.tensor::<B>(device, [self.heads, self.queries], 4, dtype)
+    }
+
     /// Asserts that the results are those of Burn's operations in f32, up to a share of the largest element.
     fn assert_close(&self, dtype: DType, share: f32) {
         let device = CubeDevice::Cpu(cubecl::device::CpuDevice);
@@ -69,25 +73,29 @@ impl Case {
         let attention =
             Attention::new(&tensors, &self.rule, Setting::Scalar).expect("a width of the kernels");
         let results = super::forward::forward(&attention);
+        let grad = self.grad::<CubeBackend>(&device, dtype);
+        let grads = super::backward::backward(&attention, &results, &grad).expect("whole chunks");
+
         let flex = Default::default();
         let tensors = self.tensors::<Flex>(&flex, DType::F32);
+        let grad = self.grad::<Flex>(&flex, DType::F32);
         let expected = composed::forward::<Flex>(&tensors, &self.rule, Flex::dropout);
-        let names = ["output", "statistics"];
-        for ((found, expected), name) in results.into_iter().zip(expected).zip(names) {
+        let expected_grads =
+            composed::backward::<Flex>(&tensors, &expected, &grad, &self.rule, Flex::dropout);
+        let names = ["output", "statistics", "query", "key", "value"];
+        let found = results.into_iter().chain(grads);
+        let expected = expected.into_iter().chain(expected_grads);
+        for ((found, expected), name) in found.zip(expected).zip(names) {
             let expected_dtype = if name == "statistics" { DType::F32 } else { dtype };
             assert_eq!((found.shape(), found.dtype()), (expected.shape(), expected_dtype));
             let found = numbers(found);
             let expected: Vec<f32> = to_data::<Flex>(expected).iter().collect();
             // Statistics of queries without keys are large.
-            let largest = expected
-                .iter()
-                .fold(1.0f32, |top, x| if x.abs() < 1e30 { top.max(x.abs()) } else { top });
+            let small = expected.iter().map(|x| x.abs()).filter(|x| *x < 1e30);
+            let largest = small.fold(1.0f32, f32::max);
             for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
                 let close = (found - expected).abs() <= share * largest.max(expected.abs() * 1e-3);
-                assert!(
-                    close,
-                    "element {at} of {name} is {found}, not {expected}: {self:?} in {dtype:?}"
-                );
+                assert!(close, "{at} of {name}: {found}, not {expected}: {self:?} in {dtype:?}");
             }
         }
     }
@@ -138,8 +146,8 @@ fn cases() -> Vec<Case> {
     let packed_causal = AttentionRule { causal: true, ..packed.clone() };
     let square = Case { queries: 131, keys: 131, ..case(packed) };
     vec![
-        case(plain.clone()),
         Case { masked: true, batch: 3, ..case(plain.clone()) },
+        case(plain),
         Case { interleaved: true, ..case(causal.clone()) },
         // The first queries come before the first key.
         Case { queries: 101, keys: 37, ..case(causal.clone()) },
@@ -150,7 +158,7 @@ fn cases() -> Vec<Case> {
         Case { queries: 150, keys: 150, ..case(both) },
         Case { rule: packed_causal, masked: true, heads: 4, ..square.clone() },
         square,
-        Case { width: 80, ..case(plain) },
+        Case { width: 80, ..case(AttentionRule::new(0.1)) },
     ]
 }
 

@@ -10,9 +10,9 @@ use super::shape::Strides;
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct HeadRows {
     /// Index of the head's first chunk.
-    first: usize,
+    pub(super) first: usize,
     /// Number of chunks from one row to the next.
-    stride: usize,
+    pub(super) stride: usize,
     /// Number of rows.
     count: usize,
 }
@@ -23,23 +23,23 @@ pub(super) fn head_rows(batch: usize, head: usize, strides: &Strides, count: usi
     HeadRows { first: batch * strides.batch + head * strides.head, stride: strides.row, count }
 }
 
-/// Reads the part of this thread of `plan.columns` rows from row `first` on. Rows after the head's last are that
-/// one.
+/// Reads the part of this thread of `len` rows from row `first` on. Rows after the head's last are that one.
 #[cube]
 pub(super) fn read_rows<F: Float>(
     source: &[Chunk<F>],
     rows: &HeadRows,
     first: usize,
+    #[comptime] len: usize,
     #[comptime] plan: Plan,
 ) -> Array<Chunk<F>> {
-    let all = comptime!(plan.columns * plan.chunks());
+    let all = comptime!(len * plan.chunks());
     let each = comptime!(all.div_ceil(plan.threads()));
     let mut part = Array::<Chunk<F>>::new(each);
     #[unroll(plan.unrolls())]
     for at in 0..each {
-        let index = own_chunk(at, plan);
-        let row = min(first + index / comptime!(plan.chunks()), rows.count - 1);
-        part[at] = source[rows.first + row * rows.stride + index % comptime!(plan.chunks())];
+        let index = own_chunk(at, all, plan);
+        let row = min(first + row_of(index, plan), rows.count - 1);
+        part[at] = source[rows.first + row * rows.stride + column_of(index, plan)];
     }
     part
 }
@@ -49,27 +49,40 @@ pub(super) fn read_rows<F: Float>(
 pub(super) fn write_rows<F: Float>(
     part: &Array<Chunk<F>>,
     tile: &mut Shared<[Chunk<F>]>,
+    #[comptime] len: usize,
     #[comptime] plan: Plan,
 ) {
-    let all = comptime!(plan.columns * plan.chunks());
+    let all = comptime!(len * plan.chunks());
     #[unroll(plan.unrolls())]
     for at in 0..comptime!(all.div_ceil(plan.threads())) {
-        let index = own_chunk(at, plan);
-        let row = index / comptime!(plan.chunks());
-        tile[row * comptime!(plan.stride()) + index % comptime!(plan.chunks())] = part[at];
+        let index = own_chunk(at, all, plan);
+        let row = row_of(index, plan);
+        tile[row * comptime!(plan.stride()) + column_of(index, plan)] = part[at];
     }
 }
 
-/// Returns the index in a tile of chunk `at` of this thread. Threads without a chunk have the last one, as well.
+/// Returns the index, in a tile of `all` chunks, of chunk `at` of this thread. Threads without a chunk have the last
+/// one as well.
 #[cube]
-fn own_chunk(at: usize, #[comptime] plan: Plan) -> usize {
-    let all = comptime!(plan.columns * plan.chunks());
-    let index = UNIT_POS as usize + at * comptime!(plan.threads());
+fn own_chunk(at: usize, #[comptime] all: usize, #[comptime] plan: Plan) -> u32 {
+    let index = UNIT_POS + at as u32 * comptime!(plan.threads() as u32);
     if comptime!(all.is_multiple_of(plan.threads())) {
         index
     } else {
-        min(index, comptime!(all - 1))
+        min(index, comptime!(all as u32 - 1))
     }
+}
+
+/// Returns the row of a chunk of a tile.
+#[cube]
+fn row_of(index: u32, #[comptime] plan: Plan) -> usize {
+    (index / comptime!(plan.chunks() as u32)) as usize
+}
+
+/// Returns the index of a chunk of a tile in its row.
+#[cube]
+fn column_of(index: u32, #[comptime] plan: Plan) -> usize {
+    (index % comptime!(plan.chunks() as u32)) as usize
 }
 
 /// Returns the tiles of a left factor of `plan.plane_rows()` rows from row `first` on: those of a strip beside

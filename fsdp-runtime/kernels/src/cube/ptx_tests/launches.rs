@@ -401,9 +401,17 @@ impl Gpu {
                     value: heads(1),
                     bias: is_masked.then(bias),
                 };
-                self.launch("flash_forward_kernel", &[], || {
+                let results = self.launch("flash_forward_kernel", &[], || {
                     CubeBackend::tiled_attention(&tensors, &rule)
                 });
+                let kernels =
+                    ["flash_means_kernel", "flash_query_grads_kernel", "flash_key_grads_kernel"];
+                for kernel in kernels {
+                    self.launch(kernel, &kernels, || {
+                        let grad = heads(2);
+                        CubeBackend::tiled_attention_backward(&tensors, &results, &grad, &rule)
+                    });
+                }
             }
         }
     }

@@ -26,10 +26,11 @@ const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// Begin of the names of kernels with matrix instructions, which take bf16 and f16.
 const MATRIX_KERNELS: &str = "flash_";
-/// Bytes of shared memory that a cube has on every device without an opt-in.
-const SHARED_MEMORY: usize = 48 << 10;
-/// Bytes of registers that the assembler may spill, where it makes place for one more cube at a time.
-const SPILLED: usize = 32;
+/// Bytes of shared memory that a cube may have on every device with these matrix instructions.
+const SHARED_MEMORY: usize = 99 << 10;
+/// Bytes of registers that the assembler may spill and read, where it makes place for one more cube at a time, and of
+/// the longest kernel for sm_100.
+const SPILLED: usize = 640;
 
 /// Begin of CubeCL's error for a kernel that calls a math function without libdevice.
 const NO_LIBDEVICE: &str = "libdevice.10.bc was not found";
