@@ -12,7 +12,7 @@ use super::copy::exclusive;
 use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{
-    copy, cross_entropy, decode, dropout, encode, gelu, linear, mean, normalization, optim,
+    copy, cross_entropy, decode, dropout, encode, flash, gelu, linear, mean, normalization, optim,
     product, random_rounding, rotary, softmax, sums, swiglu,
 };
 use crate::StorageType;
@@ -189,6 +189,9 @@ impl Kernels for CubeBackend {
         tensors: &AttentionTensors<CubeTensor>,
         rule: &AttentionRule,
     ) -> [CubeTensor; 2] {
+        if let Some(results) = flash::forward(tensors, rule) {
+            return results;
+        }
         match takes(tensors.query.dtype) {
             true => attention::forward(tensors, rule, &RowKernels),
             false => composed::forward::<Self>(tensors, rule, Self::dropout),
@@ -201,6 +204,9 @@ impl Kernels for CubeBackend {
         grad: &CubeTensor,
         rule: &AttentionRule,
     ) -> [CubeTensor; 3] {
+        if let Some(grads) = flash::backward(tensors, results, grad, rule) {
+            return grads;
+        }
         match takes(tensors.query.dtype) {
             true => attention::backward(tensors, &results[1], grad, rule, &RowKernels),
             false => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),

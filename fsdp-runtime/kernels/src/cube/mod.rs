@@ -21,6 +21,7 @@ mod decode;
 mod device;
 mod dropout;
 mod encode;
+mod flash;
 mod gelu;
 mod iota;
 mod kernels;

@@ -23,9 +23,9 @@ use crate::cube::decode::decode_into;
 use crate::ignore_poison::IgnorePoison;
 use crate::norm::Norm;
 use crate::{
-    AdamStep, AdamTensors, AttentionRule, Kernels, LinearActivation, LossRule, MaskSource,
-    NormalizationGrads, NormalizationRule, NormalizationTensors, RandomRounding, RankMean,
-    RotaryRule, RotaryTensors, SgdStep,
+    AdamStep, AdamTensors, AttentionRule, AttentionTensors, Kernels, LinearActivation, LossRule,
+    MaskSource, NormalizationGrads, NormalizationRule, NormalizationTensors, RandomRounding,
+    RankMean, RotaryRule, RotaryTensors, SgdStep,
 };
 
 /// Number of elements of a tensor: enough for the largest cubes of threads, and no multiple of a
@@ -66,6 +66,7 @@ impl Gpu {
             self.softmaxes(from);
             self.attentions(from);
             self.losses(from);
+            self.matrix_attentions(from);
             self.fills(from);
             self.decodes(from);
             self.encodes(from);
@@ -403,6 +404,47 @@ impl Gpu {
                 }
             }
         });
+    }
+
+    fn matrix_attentions(&self, dtype: DType) {
+        if dtype == DType::F32 {
+            return;
+        }
+        let length = 70;
+        for width in [16, 64, 80, 96, 128] {
+            let heads = |heads: usize| {
+                let tensor = self.tensor(heads * length * width, dtype);
+                burn_cubecl::ops::reshape(tensor, Shape::from([1, heads, length, width]))
+            };
+            let segments = Segments::new(&vec![0; length], length).ok();
+            for (causal, window, segments, is_masked) in [
+                (false, None, None, true),
+                (true, None, None, false),
+                (true, Some(3), segments, true),
+            ] {
+                let rule = AttentionRule { causal, window, segments, ..AttentionRule::new(0.1) };
+                let bias = || {
+                    burn_cubecl::ops::reshape(self.tensor(length, dtype), Shape::from([1, length]))
+                };
+                let tensors = AttentionTensors {
+                    query: heads(2),
+                    key: heads(1),
+                    value: heads(1),
+                    bias: is_masked.then(bias),
+                };
+                let results = self.launch("flash_forward_kernel", &[], || {
+                    CubeBackend::tiled_attention(&tensors, &rule)
+                });
+                let kernels =
+                    ["flash_means_kernel", "flash_query_grads_kernel", "flash_key_grads_kernel"];
+                for kernel in kernels {
+                    self.launch(kernel, &kernels, || {
+                        let grad = heads(2);
+                        CubeBackend::tiled_attention_backward(&tensors, &results, &grad, &rule)
+                    });
+                }
+            }
+        }
     }
 
     /// Runs `step` on tensors at each of the offsets, alone, and on several in a batch.

@@ -24,6 +24,14 @@ mod server;
 /// Dtypes that kernels take.
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
+/// Begin of the names of kernels with matrix instructions, which take bf16 and f16.
+const MATRIX_KERNELS: &str = "flash_";
+/// Bytes of shared memory that a cube may have on every device with these matrix instructions.
+const SHARED_MEMORY: usize = 99 << 10;
+/// Bytes of registers that the assembler may spill and read, where it makes place for one more cube at a time, and of
+/// the longest kernel for sm_100.
+const SPILLED: usize = 640;
+
 /// Begin of CubeCL's error for a kernel that calls a math function without libdevice.
 const NO_LIBDEVICE: &str = "libdevice.10.bc was not found";
 
@@ -57,7 +65,11 @@ fn kernels_in(folder: &Path) -> BTreeMap<String, usize> {
                     let (defined, _) = defined.split_once(')').expect("the attribute's end");
                     defined.split(',').count()
                 });
-                kernels.insert(name, DTYPES.len().pow(defined as u32));
+                let dtypes = match name.starts_with(MATRIX_KERNELS) {
+                    true => DTYPES.len() - 1,
+                    false => DTYPES.len(),
+                };
+                kernels.insert(name, dtypes.pow(defined as u32));
             }
         }
     }
@@ -70,19 +82,44 @@ fn dtypes_in(id: &str) -> Vec<String> {
     id.split("Float(").skip(1).map(name).collect()
 }
 
+/// What a kernel needs of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Resources {
+    registers: usize,
+    spilled_bytes: usize,
+    shared_bytes: usize,
+}
+
+impl Resources {
+    /// Returns the resources that `ptxas -v` and the last line of the PTX report.
+    fn of(report: &str, ptx: &str) -> Self {
+        let report = [report, ptx.lines().next_back().unwrap_or_default()].concat();
+        let before = |unit: &str| {
+            let number = |text: &str| text.split_whitespace().next_back()?.parse::<usize>().ok();
+            report.match_indices(unit).filter_map(|(at, _)| number(&report[..at])).sum()
+        };
+        Self {
+            registers: before(" registers"),
+            spilled_bytes: before(" bytes spill") + before(" bytes stack frame"),
+            shared_bytes: before(" bytes smem"),
+        }
+    }
+}
+
 /// Assembles PTX. The error is the output of `ptxas`.
-fn assemble(ptxas: &Path, folder: &Path, ptx: &str) -> Result<(), String> {
+fn assemble(ptxas: &Path, folder: &Path, ptx: &str) -> Result<Resources, String> {
     let target = ptx.lines().find_map(|line| line.strip_prefix(".target "));
     let target = target.and_then(|target| target.split(',').next()).ok_or("no .target")?;
     let file = folder.join("kernel.ptx");
     fs::write(&file, ptx).map_err(|error| error.to_string())?;
     let mut command = Command::new(ptxas);
     command.arg(format!("-arch={}", target.trim())).arg("-o").arg(folder.join("kernel.cubin"));
-    let output = command.arg(&file).output();
+    let output = command.arg("-v").arg(&file).output();
     let output = output.map_err(|error| format!("{}: {error}", ptxas.display()))?;
+    let report = String::from_utf8_lossy(&output.stderr).into_owned();
     match output.status.success() {
-        true => Ok(()),
-        false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+        true => Ok(Resources::of(&report, ptx)),
+        false => Err(report),
     }
 }
 
@@ -91,6 +128,7 @@ fn compile_all(arch: u32) {
     let ptxas = std::env::var_os("PTXAS").map(PathBuf::from);
     let folder = tempfile::tempdir().expect("a temporary folder");
     let (mut wrong, mut skipped, mut assembled) = (Vec::new(), BTreeSet::new(), 0);
+    let mut resources = Vec::new();
     let mut compiled: BTreeMap<String, BTreeSet<Vec<String>>> = BTreeMap::new();
     let all = Gpu::new(arch).launch_all();
     for (name, id, ptx) in &all {
@@ -102,12 +140,27 @@ fn compile_all(arch: u32) {
             (Err(reason), _) => wrong.push(format!("{name} does not compile: {reason}\n{id}")),
             (Ok(ptx), None) => assert!(ptx.contains(".visible .entry"), "{ptx}"),
             (Ok(ptx), Some(ptxas)) => match assemble(ptxas, folder.path(), ptx) {
-                Ok(()) => assembled += 1,
+                Ok(needed) => {
+                    assembled += 1;
+                    if name.starts_with(MATRIX_KERNELS) {
+                        let fits =
+                            needed.spilled_bytes <= SPILLED && needed.shared_bytes <= SHARED_MEMORY;
+                        resources.push((name, needed));
+                        if !fits {
+                            wrong.push(format!("{name} needs too much: {needed:?}\n{id}"));
+                        }
+                    }
+                }
                 Err(reason) => {
                     wrong.push(format!("ptxas refuses {name}: {reason}\n{id}\n{ptx}"));
                 }
             },
         }
+    }
+    resources.sort_unstable();
+    resources.dedup();
+    for (name, Resources { registers, shared_bytes, .. }) in resources {
+        println!("sm_{arch}: {name}: {registers} registers, {shared_bytes} bytes of shared memory");
     }
     assert!(wrong.is_empty(), "sm_{arch}, {} of {}:\n{}", wrong.len(), all.len(), wrong[0]);
 

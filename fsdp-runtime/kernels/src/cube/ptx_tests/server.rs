@@ -10,10 +10,13 @@ use burn_std::id::StreamId;
 use cubecl::client::Client;
 use cubecl::cuda::{CUDA_MAX_BINDINGS, CudaRuntime};
 use cubecl::dry_run::LaunchMode;
-use cubecl::features::{Features, Plane};
+use cubecl::features::{Features, MatmulFeatures, MmaConfig, Plane};
 use cubecl::future::DynFut;
 use cubecl::ir::nvidia::SmArch;
-use cubecl::ir::{DeviceIdentity, DeviceProperties, HardwareProperties, MemoryDeviceProperties};
+use cubecl::ir::{
+    DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
+    MemoryDeviceProperties,
+};
 use cubecl::logging::ServerLogger;
 use cubecl::prelude::{CubeCount, KernelId};
 use cubecl::profile::{ProfileDuration, TimingMethod};
@@ -85,8 +88,8 @@ pub(super) fn client(arch: u32) -> (Client, Arc<Mutex<Launched>>) {
     (Client::init(device, server), launched)
 }
 
-/// Returns the properties that CubeCL reports for an NVIDIA GPU, as far as kernels without matrix
-/// instructions and atomics depend on them.
+/// Returns the properties that CubeCL reports for an NVIDIA GPU, as far as kernels without atomics
+/// depend on them.
 fn properties(arch: u32) -> DeviceProperties {
     let hardware = HardwareProperties {
         load_width: 128,
@@ -111,6 +114,7 @@ fn properties(arch: u32) -> DeviceProperties {
         memory_reinterpret: true,
         alignment: true,
         device_memory_scope: true,
+        matmul: matrix_instructions(),
         ..Features::default()
     };
     let identity = DeviceIdentity {
@@ -123,6 +127,18 @@ fn properties(arch: u32) -> DeviceProperties {
         DeviceProperties::new(features, memory, hardware, TimingMethod::Device, identity);
     restrict_features(&mut properties, GpuTarget::Nvptx);
     properties
+}
+
+/// Returns the matrix instructions that the crate's kernels use.
+fn matrix_instructions() -> MatmulFeatures {
+    let halves = [FloatKind::F16, FloatKind::BF16].map(ElemType::Float);
+    let cd_type = ElemType::Float(FloatKind::F32);
+    let product = |half| MmaConfig { a_type: half, b_type: half, cd_type, m: 16, n: 8, k: 16 };
+    MatmulFeatures {
+        mma: halves.into_iter().map(product).collect(),
+        ldmatrix: halves.into_iter().collect(),
+        ..MatmulFeatures::default()
+    }
 }
 
 /// Gives each allocation one contiguous tensor.
@@ -151,7 +167,9 @@ impl PtxServer {
             Ok(PlironArtifact::NvptxCode(module)) => {
                 let bytes: Vec<u8> = module.ptx.iter().map(|&byte| byte as u8).collect();
                 let text = CStr::from_bytes_until_nul(&bytes).map_err(|error| error.to_string())?;
-                Ok(text.to_string_lossy().into_owned())
+                // The launch gives the memory, so the assembler does not know of it.
+                let shared = module.shared_memory_size;
+                Ok(format!("{}\n// {shared} bytes smem", text.to_string_lossy()))
             }
             Ok(_) => Err("the compiler returned no PTX".into()),
             Err(error) => Err(error.to_string()),

@@ -1,0 +1,191 @@
+//! The division of an attention into tiles, and the devices and tensors that the kernels take.
+
+use std::sync::OnceLock;
+
+use burn::tensor::DType;
+use cubecl::client::Client;
+use cubecl::features::MmaConfig;
+use cubecl::ir::{ElemType, FloatKind};
+
+use super::fragments::{CHUNK, Fragments, TILE};
+use crate::cube::device::{on_cpu, rounds_in_integers};
+use crate::cube::tensors::element;
+
+/// Largest width of a query, a key and a value.
+const MAX_WIDTH: usize = 128;
+/// Number of planes of a cube, with matrix instructions.
+const PLANES: usize = 4;
+
+/// How a launch divides an attention into tiles of its score matrix.
+///
+/// A cube takes `planes · strips · 16` rows, whose tile of a factor or of sums is in registers, and visits the
+/// columns in tiles of `columns`, which it copies to shared memory. Rows are queries and columns are keys; in
+/// the kernel of the gradients of keys and values it is the other way round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Plan {
+    pub(super) fragments: Fragments,
+    /// Number of planes of a cube.
+    pub(super) planes: usize,
+    /// Number of tiles of 16 rows of each plane.
+    pub(super) strips: usize,
+    /// Number of columns of a tile: a multiple of 16.
+    pub(super) columns: usize,
+    /// Number of elements of a query, a key and a value: a multiple of 16.
+    pub(super) width: usize,
+    /// Whether some queries see fewer keys than all because of the first of them, or the last.
+    pub(super) bounded: [bool; 2],
+    /// Whether bf16 is rounded with integer operations.
+    pub(super) integers: bool,
+}
+
+impl Plan {
+    /// Returns the number of threads of a cube.
+    pub(super) const fn threads(&self) -> usize {
+        self.planes * self.fragments.lanes()
+    }
+
+    /// Returns the number of rows of a plane.
+    pub(super) const fn plane_rows(&self) -> usize {
+        self.strips * TILE
+    }
+
+    /// Returns the number of rows of a cube.
+    pub(super) const fn rows(&self) -> usize {
+        self.planes * self.plane_rows()
+    }
+
+    /// Returns the number of tiles of a factor beside each other in a row of elements.
+    pub(super) const fn steps(&self) -> usize {
+        self.width / TILE
+    }
+
+    /// Returns the number of tiles of sums beside each other in a row of elements.
+    pub(super) const fn width_tiles(&self) -> usize {
+        self.width / CHUNK
+    }
+
+    /// Returns the number of tiles of sums beside each other in a row of scores.
+    pub(super) const fn score_tiles(&self) -> usize {
+        self.columns / CHUNK
+    }
+
+    /// Returns the number of chunks of a row of elements.
+    pub(super) const fn chunks(&self) -> usize {
+        self.width / CHUNK
+    }
+
+    /// Returns the number of chunks from one row to the next in shared memory.
+    pub(super) const fn stride(&self) -> usize {
+        stride(self.width)
+    }
+
+    /// Returns whether loops over a thread's elements are unrolled.
+    pub(super) const fn unrolls(&self) -> bool {
+        self.fragments.unrolls()
+    }
+}
+
+/// Returns the number of chunks from one row of this width to the next in shared memory. It is odd, so that
+/// neighbouring rows begin in different banks.
+pub(super) const fn stride(width: usize) -> usize {
+    width / CHUNK + 1
+}
+
+/// Pass of an attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pass {
+    Forward,
+    /// Gradients of queries.
+    QueryGrads,
+    /// Gradients of keys and values. Rows are keys.
+    KeyGrads,
+}
+
+/// Returns the division of an attention on tensors of this dtype and width. Returns `None` if the kernels do not
+/// take them on this device.
+pub(super) fn plan(
+    client: &Client,
+    dtype: DType,
+    width: usize,
+    pass: Pass,
+    setting: Setting,
+) -> Option<Plan> {
+    if setting == Setting::Off || width == 0 || width > MAX_WIDTH || !width.is_multiple_of(TILE) {
+        return None;
+    }
+    let fragments = if takes_matrices(client, dtype) {
+        Fragments::Matrix
+    } else if setting == Setting::Scalar && on_cpu(client) {
+        Fragments::Scalar
+    } else {
+        return None;
+    };
+    let integers = rounds_in_integers(client, dtype);
+    Some(Plan { integers, ..division(fragments, width, pass) })
+}
+
+/// Returns the division for a width. Registers and shared memory of each are bounded by the tests that assemble
+/// the kernels.
+fn division(fragments: Fragments, width: usize, pass: Pass) -> Plan {
+    let [planes, strips, columns] = match (fragments, pass) {
+        (Fragments::Matrix, Pass::Forward) => match width {
+            48 | 64 => [PLANES, 2, 48],
+            80 | 96 => [PLANES, 1, 48],
+            _ => [PLANES, 1, 64],
+        },
+        (Fragments::Matrix, Pass::QueryGrads | Pass::KeyGrads) if width <= 64 => [PLANES, 1, 64],
+        (Fragments::Matrix, Pass::QueryGrads | Pass::KeyGrads) => [PLANES, 1, 32],
+        // Several strips, and tiles that divide few lengths.
+        (Fragments::Scalar, _) => [1, 2, 48],
+    };
+    Plan { fragments, planes, strips, columns, width, bounded: [false; 2], integers: false }
+}
+
+/// Value of the environment variable `FSDP_ATTENTION_KERNEL`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Setting {
+    /// Devices with matrix instructions use the kernels: `1`.
+    Matrix,
+    /// CubeCL's CPU device uses them as well, without matrix instructions: `scalar`, for tests.
+    Scalar,
+    /// No device uses them: the default, until they have been seen on a GPU.
+    Off,
+}
+
+impl Setting {
+    /// Returns the setting of this process.
+    pub(super) fn get() -> Self {
+        static SETTING: OnceLock<Setting> = OnceLock::new();
+        *SETTING.get_or_init(|| match std::env::var("FSDP_ATTENTION_KERNEL").as_deref() {
+            Ok("1") => Self::Matrix,
+            Ok("scalar") => Self::Scalar,
+            // Tests assemble the kernels.
+            _ if cfg!(test) => Self::Matrix,
+            _ => Self::Off,
+        })
+    }
+}
+
+/// Returns whether the device has the matrix instructions that the kernels use.
+fn takes_matrices(client: &Client, dtype: DType) -> bool {
+    if !matches!(dtype, DType::BF16 | DType::F16) {
+        return false;
+    }
+    let properties = client.properties();
+    let factor = element(dtype);
+    let product = MmaConfig {
+        a_type: factor,
+        b_type: factor,
+        cd_type: ElemType::Float(FloatKind::F32),
+        m: 16,
+        n: 8,
+        k: 16,
+    };
+    let matmul = &properties.features.matmul;
+    let hardware = &properties.hardware;
+    let is_plane = |size: u32| size as usize == Fragments::Matrix.lanes();
+    is_plane(hardware.plane_size_min)
+        && is_plane(hardware.plane_size_max)
+        && matmul.mma.contains(&product)
+        && matmul.ldmatrix.contains(&factor)
+}
