@@ -164,12 +164,12 @@ mod tests {
                 b[row][group] = right[lane][index / 2][index % 2];
             }
         }
-        for lane in 0..32 {
+        for (lane, sums) in sums.iter_mut().enumerate() {
             for index in 0..4 {
                 let row = if index < 2 { lane / 4 } else { lane / 4 + 8 };
                 let column = lane % 4 * 2 + (index & 1);
                 let product: f32 = (0..16).map(|k| a[row][k] * b[k][column]).sum();
-                sums[lane][index / 2][index % 2] += product;
+                sums[index / 2][index % 2] += product;
             }
         }
     }

@@ -141,7 +141,8 @@ pub(super) fn flash_query_grads_kernel<P: TileProduct, F: Float>(
         sync_cube();
         let next = first + columns;
         let keys = read_rows(key, &of_key, next, columns, plan);
-        let has_bias = comptime!(bias.len() > 0);
+        let biases = bias.len();
+        let has_bias = comptime!(biases > 0);
         if has_bias || first < seen.all_first || next > seen.all_end {
             hide(&mut scores, &bounds, &bias_tile, first, lane, HIDDEN, has_bias, plan);
         }

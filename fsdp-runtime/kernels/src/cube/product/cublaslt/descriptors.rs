@@ -75,7 +75,7 @@ impl Library {
         key: c_uint,
         value: &T,
     ) -> Result<(), CublasLtError> {
-        let set = self.self.cublasLtMatmulDescSetAttribute;
+        let set = self.cublasLtMatmulDescSetAttribute;
         attribute(set, "cublasLtMatmulDescSetAttribute", desc, key, value)
     }
 
