@@ -200,7 +200,8 @@ pub trait Kernels: Backend {
     /// hidden is 0.
     ///
     /// No dimension is 0. The key heads divide the heads. The tensors have one floating-point dtype. Memory
-    /// beyond the results is linear in the number of queries and in that of keys.
+    /// beyond the results is linear in the number of queries and in that of keys, but for up to 128 MiB under
+    /// dropout.
     fn tiled_attention(
         tensors: &AttentionTensors<Float<Self>>,
         rule: &AttentionRule,

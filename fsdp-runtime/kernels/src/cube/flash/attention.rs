@@ -6,6 +6,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
+use super::dropout::{self, Mask};
 use super::fragments::CHUNK;
 use super::plan::{Pass, Plan, Setting, plan};
 use super::shape::{AttentionShapeLaunch, StridesLaunch};
@@ -44,7 +45,8 @@ impl<'a> Attention<'a> {
             && keys <= most_x as usize
             && heads <= most_y as usize
             && batch <= most_z as usize;
-        let is_taken = width == value_width && rule.scale >= LEAST_SCALE && rule.dropout.is_none();
+        let has_place = rule.dropout.is_none() || dropout::fits(batch * heads * queries, keys);
+        let is_taken = width == value_width && rule.scale >= LEAST_SCALE && has_place;
         if !fits || !is_taken {
             return None;
         }
@@ -70,6 +72,7 @@ impl<'a> Attention<'a> {
             .expect("`new` has found the kernels to take the attention");
         let [before, after] = self.ranges.reach();
         let has_table = self.rule.segments.is_some();
+        let plan = if self.rule.dropout.is_some() { plan.with_whole_words(pass) } else { plan };
         Plan { bounded: [before.is_some() || has_table, after.is_some() || has_table], ..plan }
     }
 
@@ -104,12 +107,19 @@ impl<'a> Attention<'a> {
             end[0],
             end[1],
             self.rule.scale as f32,
+            self.rule.dropout.map_or(1.0, |source| source.keep()),
+            dropout::row_words(self.keys()),
         )
     }
 
     /// Returns the bias as a kernel argument, if there is one.
     pub(super) fn bias<S: FromIterator<BufferArg>>(&self) -> S {
         self.tensors.bias.iter().map(|bias| BufferSlice::of(bias).buffer_arg()).collect()
+    }
+
+    /// Returns the dropout mask, if the rule has dropout.
+    pub(super) fn mask(&self) -> Option<Mask> {
+        self.rule.dropout.map(|source| Mask::new(self, &source))
     }
 
     /// Returns the keys that each query of each row of the batch sees, if there are segments: the first key, and

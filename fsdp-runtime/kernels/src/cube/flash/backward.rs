@@ -6,6 +6,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::attention::{Attention, in_chunks, strides};
+use super::dropout::Mask;
 use super::fragments::Fragments;
 use super::key_grads_kernel::flash_key_grads_kernel;
 use super::means_kernel::flash_means_kernel;
@@ -24,6 +25,7 @@ struct Saved {
     means: CubeTensor,
     /// The gradient of the output, whose rows are whole chunks.
     grad: CubeTensor,
+    mask: Option<Mask>,
 }
 
 /// Returns the gradients of query, key and value, given output, statistics and the output's gradient. Returns `None`
@@ -40,7 +42,7 @@ pub(super) fn backward(
     assert_eq!(grad.shape(), output.shape(), "the gradient of the output has its shape");
     assert!(rows <= BufferSlice::of(&logs).len(), "a number for each query");
     let means = means(attention, &output, &grad, rows);
-    let saved = Saved { logs, means, grad };
+    let saved = Saved { logs, means, grad, mask: attention.mask() };
     let query_grad = query_grads(attention, &saved);
     let [key_grad, value_grad] = key_grads(attention, &saved);
     Some([query_grad, key_grad, value_grad])
@@ -104,6 +106,7 @@ fn query_grads(attention: &Attention<'_>, saved: &Saved) -> CubeTensor {
             argument(&saved.means),
             attention.bias(),
             attention.table(),
+            saved.mask.iter().map(Mask::argument).collect(),
             argument(&target),
             attention.shape(),
             strides(&saved.grad),
@@ -139,6 +142,7 @@ fn key_grads(attention: &Attention<'_>, saved: &Saved) -> [CubeTensor; 2] {
             argument(&saved.means),
             attention.bias(),
             attention.table(),
+            saved.mask.iter().map(Mask::argument).collect(),
             argument(&targets[0]),
             argument(&targets[1]),
             attention.shape(),

@@ -5,6 +5,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
 use super::attention::Attention;
+use super::dropout::Mask;
 use super::forward_kernel::flash_forward_kernel;
 use super::fragments::Fragments;
 use super::plan::Pass;
@@ -39,6 +40,7 @@ pub(super) fn forward(attention: &Attention<'_>) -> [CubeTensor; 2] {
             argument(&tensors.value),
             attention.bias(),
             attention.table(),
+            attention.mask().iter().map(Mask::argument).collect(),
             argument(&output),
             argument(&statistics),
             attention.shape(),

@@ -5,6 +5,7 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
+use super::dropout::drop_scores;
 use super::fragments::{Chunk, Pair, sum_column, sum_row};
 use super::plan::Plan;
 use super::product::TileProduct;
@@ -121,7 +122,7 @@ fn finish<P: TileProduct, F: Float>(
             let sum = P::row_sum(softmax.sums[strip * rows + row]);
             // The output of a query without keys is 0. A sum that is NaN stays.
             let is_empty = sum == 0.0f32;
-            let factor = select(is_empty, 0.0f32.runtime(), 1.0f32 / sum);
+            let factor = select(is_empty, 0.0f32.runtime(), shape.keep / sum);
             let query = first + strip * 16 + sum_row(lane, row, fragments);
             if query < shape.queries {
                 let index = head * shape.queries + query;
@@ -145,8 +146,8 @@ fn finish<P: TileProduct, F: Float>(
     }
 }
 
-/// Attention of `plan.rows()` queries of a head: cube `(tile, head, row of the batch)`. `bias` and `table` have one
-/// buffer or none.
+/// Attention of `plan.rows()` queries of a head: cube `(tile, head, row of the batch)`. `bias`, `table` and
+/// `mask` have one buffer or none.
 #[cube(launch_unchecked, address_type = "u64")]
 pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
     query: &[Pair<F>],
@@ -154,6 +155,7 @@ pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
     value: &[Chunk<F>],
     bias: &Sequence<Box<[F]>>,
     table: &Sequence<Box<[u32]>>,
+    mask: &Sequence<Box<[u32]>>,
     output: &mut [Pair<F>],
     statistics: &mut [f32],
     shape: AttentionShape,
@@ -180,6 +182,8 @@ pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
     let queries = left_factor(query, &of_query, own_query, lane, plan);
     let seen = seen_keys(batch, first_query, last_query, table, &shape, plan);
     let bounds = row_bounds(batch, own_query, lane, table, &shape, plan);
+    // Index of the head over all rows of the batch.
+    let of_all = batch * shape.heads + head;
     let mut softmax = new_softmax(plan);
     let mut sums = zero_sums(comptime!(plan.width_tiles()), plan);
 
@@ -202,12 +206,13 @@ pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
             hide(&mut scores, &bounds, &bias_tile, first, lane, HIDDEN, has_bias, plan);
         }
         weigh::<P>(&mut scores, &mut softmax, &mut sums, shape.scale, plan);
+        let one = 1.0f32.runtime();
+        drop_scores(&mut scores, mask, of_all, own_query, first, lane, one, &shape, plan);
         add_products::<P, F>(&mut sums, &scores, &value_tile, plan);
         write_rows(&keys, &mut key_tile, columns, plan);
         first = next;
         // All threads have read the values, and written the next keys.
         sync_cube();
     }
-    let head = batch * shape.heads + head;
-    finish::<P, F>(&sums, &softmax, output, statistics, head, own_query, lane, &shape, plan);
+    finish::<P, F>(&sums, &softmax, output, statistics, of_all, own_query, lane, &shape, plan);
 }

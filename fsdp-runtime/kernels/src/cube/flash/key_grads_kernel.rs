@@ -6,6 +6,7 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
+use super::dropout::drop_transposed;
 use super::fragments::{CHUNK, Chunk, Pair, sum_column, sum_row};
 use super::means_kernel::finite_log;
 use super::plan::Plan;
@@ -237,7 +238,7 @@ fn next_tile(
 }
 
 /// Gradients of `plan.rows()` keys of a head, and of their values: cube `(tile, head of the keys, row of the
-/// batch)`. `bias` and `table` have one buffer or none.
+/// batch)`. `bias`, `table` and `mask` have one buffer or none.
 #[cube(launch_unchecked, address_type = "u64")]
 pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
     query: &[Chunk<F>],
@@ -248,6 +249,7 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
     means: &[f32],
     bias: &Sequence<Box<[F]>>,
     table: &Sequence<Box<[u32]>>,
+    mask: &Sequence<Box<[u32]>>,
     key_target: &mut [Pair<F>],
     value_target: &mut [Pair<F>],
     shape: AttentionShape,
@@ -321,9 +323,19 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
             hide_transposed(&mut scores, &queries, own_key, lane, plan);
         }
         transposed_weights(&mut scores, &queries, lane, shape.scale, plan);
-        add_products::<P, F>(&mut value_sums, &scores, &grad_tile, plan);
+        // Without dropout the weights are not needed any more than for their gradients.
+        if comptime!(mask.len() == 0) {
+            add_products::<P, F>(&mut value_sums, &scores, &grad_tile, plan);
+        }
         let mut slopes = products_of_tiles::<P, F>(&value_tile, plane_row, &grad_tile, plan);
+        let of_all = batch * shape.heads + key_head * shape.group + quotient(tile, of_head);
+        let (keep, one) = (shape.keep, 1.0f32.runtime());
+        drop_transposed(&mut slopes, mask, of_all, own_key, first, lane, keep, &shape, plan);
         transposed_grads(&mut slopes, &scores, &queries, lane, plan);
+        if comptime!(mask.len() > 0) {
+            drop_transposed(&mut scores, mask, of_all, own_key, first, lane, one, &shape, plan);
+            add_products::<P, F>(&mut value_sums, &scores, &grad_tile, plan);
+        }
         add_products::<P, F>(&mut key_sums, &slopes, &query_tile, plan);
         // All threads have read the queries.
         sync_cube();
@@ -338,5 +350,5 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
     clear_padding(&mut value_sums, bias, batch, own_key, lane, &shape, plan);
     let head = batch * (shape.heads / shape.group) + key_head;
     write_sums(&key_sums, key_target, head, own_key, shape.keys, lane, shape.scale, plan);
-    write_sums(&value_sums, value_target, head, own_key, shape.keys, lane, 1.0f32.runtime(), plan);
+    write_sums(&value_sums, value_target, head, own_key, shape.keys, lane, shape.keep, plan);
 }

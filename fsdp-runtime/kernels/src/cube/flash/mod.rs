@@ -9,6 +9,7 @@
 
 mod attention;
 mod backward;
+mod dropout;
 mod forward;
 mod forward_kernel;
 mod fragments;

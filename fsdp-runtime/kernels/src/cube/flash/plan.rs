@@ -79,6 +79,31 @@ impl Plan {
         stride(self.width)
     }
 
+    /// Returns the number of rows whose chunks the threads of a cube take at once. It is 0 if one thread takes all.
+    pub(super) const fn rows_at_once(&self) -> usize {
+        self.threads() / self.chunks()
+    }
+
+    /// Returns the number of chunks of a tile of `len` rows that each thread takes.
+    pub(super) const fn chunks_of_thread(&self, len: usize) -> usize {
+        match self.rows_at_once() {
+            0 => len * self.chunks(),
+            rows => len.div_ceil(rows),
+        }
+    }
+
+    /// Returns the division with tiles whose keys have whole words of the dropout mask.
+    pub(super) fn with_whole_words(self, pass: Pass) -> Self {
+        match self.fragments {
+            Fragments::Matrix if pass == Pass::Forward && self.width <= 64 => {
+                Self { strips: 1, columns: 64, ..self }
+            }
+            Fragments::Matrix if !self.columns.is_multiple_of(32) => Self { columns: 32, ..self },
+            Fragments::Matrix => self,
+            Fragments::Scalar => Self { columns: 32, ..self },
+        }
+    }
+
     /// Returns whether loops over a thread's elements are unrolled.
     pub(super) const fn unrolls(&self) -> bool {
         self.fragments.unrolls()

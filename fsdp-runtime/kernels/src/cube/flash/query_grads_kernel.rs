@@ -6,6 +6,7 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
+use super::dropout::drop_scores;
 use super::fragments::{Chunk, Pair, sum_row};
 use super::means_kernel::finite_log;
 use super::plan::Plan;
@@ -86,8 +87,8 @@ fn score_grads(
     }
 }
 
-/// Gradients of `plan.rows()` queries of a head: cube `(tile, head, row of the batch)`. `bias` and `table` have one
-/// buffer or none.
+/// Gradients of `plan.rows()` queries of a head: cube `(tile, head, row of the batch)`. `bias`, `table` and
+/// `mask` have one buffer or none.
 #[cube(launch_unchecked, address_type = "u64")]
 pub(super) fn flash_query_grads_kernel<P: TileProduct, F: Float>(
     query: &[Pair<F>],
@@ -98,6 +99,7 @@ pub(super) fn flash_query_grads_kernel<P: TileProduct, F: Float>(
     means: &[f32],
     bias: &Sequence<Box<[F]>>,
     table: &Sequence<Box<[u32]>>,
+    mask: &Sequence<Box<[u32]>>,
     target: &mut [Pair<F>],
     shape: AttentionShape,
     grad_strides: Strides,
@@ -146,7 +148,9 @@ pub(super) fn flash_query_grads_kernel<P: TileProduct, F: Float>(
         if has_bias || first < seen.all_first || next > seen.all_end {
             hide(&mut scores, &bounds, &bias_tile, first, lane, HIDDEN, has_bias, plan);
         }
-        let slopes = products::<P, F>(&grads, &value_tile, plan);
+        let mut slopes = products::<P, F>(&grads, &value_tile, plan);
+        let keep = shape.keep;
+        drop_scores(&mut slopes, mask, head, own_query, first, lane, keep, &shape, plan);
         score_grads(&mut scores, &slopes, &statistics, shape.scale, plan);
         add_products::<P, F>(&mut sums, &scores, &key_tile, plan);
         // All threads have read the keys and values.

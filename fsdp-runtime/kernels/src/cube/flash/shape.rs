@@ -34,6 +34,10 @@ pub(super) struct AttentionShape {
     pub(super) end_fewer: usize,
     /// Factor of the scores, above 0.
     pub(super) scale: f32,
+    /// Factor of the weights that dropout keeps, or 1.
+    pub(super) keep: f32,
+    /// Number of words of a row of the dropout mask.
+    pub(super) mask_words: usize,
 }
 
 /// Table of the keys that each query of each row of the batch sees, if there are segments: the first key, and the

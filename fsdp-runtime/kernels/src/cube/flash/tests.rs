@@ -9,7 +9,7 @@ use super::attention::Attention;
 use super::plan::Setting;
 use crate::attention::{AttentionRule, AttentionTensors, Segments, composed};
 use crate::tensor::Float;
-use crate::{Kernels, cast, to_data};
+use crate::{Kernels, MaskSource, cast, to_data};
 
 /// An attention of random numbers.
 #[derive(Clone, Debug)]
@@ -144,6 +144,8 @@ fn cases() -> Vec<Case> {
     let both = AttentionRule { window: Some(30), ..causal.clone() };
     let packed = AttentionRule { segments: segments(131), ..plain.clone() };
     let packed_causal = AttentionRule { causal: true, ..packed.clone() };
+    let dropout = Some(MaskSource { key: [1, 2], counter: [3, 4], prob: 0.2 });
+    let dropped = AttentionRule { dropout, ..causal.clone() };
     let square = Case { queries: 131, keys: 131, ..case(packed) };
     vec![
         Case { masked: true, batch: 3, ..case(plain.clone()) },
@@ -155,6 +157,8 @@ fn cases() -> Vec<Case> {
         Case { queries: 1, keys: 1, width: 16, ..case(causal.clone()) },
         Case { heads: 6, key_heads: 2, interleaved: true, ..case(causal) },
         case(window),
+        // Two blocks of queries with masks of their own, and keys of two batches of the random generator.
+        Case { queries: 133, keys: 301, heads: 4, masked: true, ..case(dropped) },
         Case { queries: 150, keys: 150, ..case(both) },
         Case { rule: packed_causal, masked: true, heads: 4, ..square.clone() },
         square,

@@ -32,14 +32,12 @@ pub(super) fn read_rows<F: Float>(
     #[comptime] len: usize,
     #[comptime] plan: Plan,
 ) -> Array<Chunk<F>> {
-    let all = comptime!(len * plan.chunks());
-    let each = comptime!(all.div_ceil(plan.threads()));
+    let each = comptime!(plan.chunks_of_thread(len));
     let mut part = Array::<Chunk<F>>::new(each);
     #[unroll(plan.unrolls())]
     for at in 0..each {
-        let index = own_chunk(at, all, plan);
-        let row = min(first + row_of(index, plan), rows.count - 1);
-        part[at] = source[rows.first + row * rows.stride + column_of(index, plan)];
+        let row = min(first + own_row(at, len, plan), rows.count - 1);
+        part[at] = source[rows.first + row * rows.stride + own_column(at, plan)];
     }
     part
 }
@@ -52,37 +50,37 @@ pub(super) fn write_rows<F: Float>(
     #[comptime] len: usize,
     #[comptime] plan: Plan,
 ) {
-    let all = comptime!(len * plan.chunks());
     #[unroll(plan.unrolls())]
-    for at in 0..comptime!(all.div_ceil(plan.threads())) {
-        let index = own_chunk(at, all, plan);
-        let row = row_of(index, plan);
-        tile[row * comptime!(plan.stride()) + column_of(index, plan)] = part[at];
+    for at in 0..comptime!(plan.chunks_of_thread(len)) {
+        let row = own_row(at, len, plan);
+        tile[row * comptime!(plan.stride()) + own_column(at, plan)] = part[at];
     }
 }
 
-/// Returns the index, in a tile of `all` chunks, of chunk `at` of this thread. Threads without a chunk have the last
-/// one as well.
+/// Returns the row of chunk `at` of this thread, in a tile of `len` rows. The threads take whole rows at a time, if
+/// there are enough, so that all chunks of a thread have one column. Surplus threads and rows have the last ones as
+/// well.
 #[cube]
-fn own_chunk(at: usize, #[comptime] all: usize, #[comptime] plan: Plan) -> u32 {
-    let index = UNIT_POS + at as u32 * comptime!(plan.threads() as u32);
-    if comptime!(all.is_multiple_of(plan.threads())) {
-        index
+fn own_row(at: usize, #[comptime] len: usize, #[comptime] plan: Plan) -> usize {
+    let (rows, chunks) = comptime!((plan.rows_at_once(), plan.chunks() as u32));
+    if comptime!(rows == 0) {
+        (at as u32 / chunks) as usize
     } else {
-        min(index, comptime!(all as u32 - 1))
+        let own = min(UNIT_POS, comptime!(rows as u32 * chunks - 1)) / chunks;
+        let row = own as usize + at * rows;
+        if comptime!(len.is_multiple_of(rows)) { row } else { min(row, comptime!(len - 1)) }
     }
 }
 
-/// Returns the row of a chunk of a tile.
+/// Returns the index in its row of chunk `at` of this thread.
 #[cube]
-fn row_of(index: u32, #[comptime] plan: Plan) -> usize {
-    (index / comptime!(plan.chunks() as u32)) as usize
-}
-
-/// Returns the index of a chunk of a tile in its row.
-#[cube]
-fn column_of(index: u32, #[comptime] plan: Plan) -> usize {
-    (index % comptime!(plan.chunks() as u32)) as usize
+fn own_column(at: usize, #[comptime] plan: Plan) -> usize {
+    let (rows, chunks) = comptime!((plan.rows_at_once(), plan.chunks() as u32));
+    if comptime!(rows == 0) {
+        (at as u32 % chunks) as usize
+    } else {
+        (min(UNIT_POS, comptime!(rows as u32 * chunks - 1)) % chunks) as usize
+    }
 }
 
 /// Returns the tiles of a left factor of `plan.plane_rows()` rows from row `first` on: those of a strip beside

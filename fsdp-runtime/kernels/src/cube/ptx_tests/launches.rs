@@ -417,12 +417,14 @@ impl Gpu {
                 burn_cubecl::ops::reshape(tensor, Shape::from([1, heads, length, width]))
             };
             let segments = Segments::new(&vec![0; length], length).ok();
-            for (causal, window, segments, is_masked) in [
-                (false, None, None, true),
-                (true, None, None, false),
-                (true, Some(3), segments, true),
+            let dropout = Some(MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 });
+            for (causal, window, segments, is_masked, dropout) in [
+                (false, None, None, true, None),
+                (true, None, None, false, None),
+                (true, Some(3), segments, true, None),
+                (false, None, None, true, dropout),
             ] {
-                let rule = AttentionRule { causal, window, segments, ..AttentionRule::new(0.1) };
+                let rule = AttentionRule { causal, window, segments, scale: 0.1, dropout };
                 let bias = || {
                     burn_cubecl::ops::reshape(self.tensor(length, dtype), Shape::from([1, length]))
                 };
@@ -432,12 +434,16 @@ impl Gpu {
                     value: heads(1),
                     bias: is_masked.then(bias),
                 };
-                let results = self.launch("flash_forward_kernel", &[], || {
+                let results = self.launch("flash_forward_kernel", &["flash_mask_kernel"], || {
                     CubeBackend::tiled_attention(&tensors, &rule)
                 });
-                let kernels =
-                    ["flash_means_kernel", "flash_query_grads_kernel", "flash_key_grads_kernel"];
-                for kernel in kernels {
+                let kernels = [
+                    "flash_means_kernel",
+                    "flash_query_grads_kernel",
+                    "flash_key_grads_kernel",
+                    "flash_mask_kernel",
+                ];
+                for kernel in &kernels[..3] {
                     self.launch(kernel, &kernels, || {
                         let grad = heads(2);
                         CubeBackend::tiled_attention_backward(&tensors, &results, &grad, &rule)
