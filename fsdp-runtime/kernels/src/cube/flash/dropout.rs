@@ -48,7 +48,7 @@ impl Mask {
         let mask = Self { handle: client.empty(words * size_of::<u32>()), words };
         let blocks = 0..queries.div_ceil(MASK_ROWS);
         let sources: Vec<u32> = blocks.flat_map(|block| source.of_block(block).key).collect();
-        let batches = keys.next_multiple_of(BATCH) / BATCH;
+        let batches = keys.div_ceil(BATCH);
         let threads = rows * batches;
         let (count, dim) = grid(client, threads);
         let handle = client.create_from_slice(bytemuck::cast_slice(&sources));

@@ -323,8 +323,9 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
             hide_transposed(&mut scores, &queries, own_key, lane, plan);
         }
         transposed_weights(&mut scores, &queries, lane, shape.scale, plan);
+        let masks = mask.len();
         // Without dropout the weights are not needed any more than for their gradients.
-        if comptime!(mask.len() == 0) {
+        if comptime!(masks == 0) {
             add_products::<P, F>(&mut value_sums, &scores, &grad_tile, plan);
         }
         let mut slopes = products_of_tiles::<P, F>(&value_tile, plane_row, &grad_tile, plan);
@@ -332,7 +333,7 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
         let (keep, one) = (shape.keep, 1.0f32.runtime());
         drop_transposed(&mut slopes, mask, of_all, own_key, first, lane, keep, &shape, plan);
         transposed_grads(&mut slopes, &scores, &queries, lane, plan);
-        if comptime!(mask.len() > 0) {
+        if comptime!(masks > 0) {
             drop_transposed(&mut scores, mask, of_all, own_key, first, lane, one, &shape, plan);
             add_products::<P, F>(&mut value_sums, &scores, &grad_tile, plan);
         }
