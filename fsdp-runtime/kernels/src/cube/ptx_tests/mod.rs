@@ -29,9 +29,10 @@ const MATRIX_KERNELS: &str = "flash_";
 /// Bytes of shared memory that a cube may have on every device with these matrix instructions.
 const SHARED_MEMORY: usize = 99 << 10;
 /// Bytes of registers that the assembler may spill, counted when they are written, read and reserved. It spills a few
-/// to make place for one more cube at a time. The longest kernel needs more than all registers of sm_100.
+/// to make place for one more cube at a time, most in the kernel of means, whose cubes are the largest. The longest
+/// kernel needs more than all registers of sm_100.
 const fn spilled(arch: u32) -> usize {
-    if arch < 100 { 64 } else { 512 }
+    if arch < 100 { 192 } else { 512 }
 }
 
 /// Begin of CubeCL's error for a kernel that calls a math function without libdevice.
