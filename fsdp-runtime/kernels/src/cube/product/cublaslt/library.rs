@@ -18,7 +18,7 @@ const NAMES: [&str; 4] =
 #[non_exhaustive]
 pub enum CublasLtError {
     /// The environment turns the library off.
-    #[error("`{CUBLASLT}` is 0")]
+    #[error("`FSDP_CUBLASLT` is 0")]
     TurnedOff,
     /// The library cannot be loaded.
     #[error(
