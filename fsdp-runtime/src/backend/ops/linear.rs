@@ -107,6 +107,14 @@ impl<T> Params<T> {
     }
 }
 
+/// The products before an activation.
+#[derive(Clone, Debug)]
+struct Before<T> {
+    products: T,
+    /// Whether the bias, if there is one, was added to them.
+    has_bias: bool,
+}
+
 /// Applies the layer to the tensors that the rule describes.
 fn apply<B: ModelBackend>(
     tensors: Taken<B>,

@@ -8,10 +8,9 @@ use burn::tensor::{DType, Shape};
 use burn_std::Scalar;
 use fsdp_kernels::{Float, Kernels, LinearActivation};
 
-use super::forward::Before;
 use super::matrices::{Factors, in_shape, product, rows, sum_of_products};
 use super::shared_input::GradientSum;
-use super::{Params, Rule};
+use super::{Before, Params, Rule};
 use crate::backend::model_backend::{ModelBackend, Raw, cast_model};
 use crate::backend::ops::arguments::register_gradients;
 use crate::backend::ops::saved::Saved;

@@ -10,7 +10,7 @@ use fsdp_kernels::{Float, Kernels, LinearActivation, Tracked};
 use super::backward::{Linear, State};
 use super::matrices::{Factors, add_product, in_shape, product, rows};
 use super::shared_input::GradientSum;
-use super::{Params, Rule};
+use super::{Before, Params, Rule};
 use crate::backend::model_backend::{ModelBackend, Raw};
 use crate::backend::ops::saved::Saved;
 
@@ -21,14 +21,6 @@ pub(super) struct Results<T> {
     before: Option<Before<T>>,
     /// The product of the input and the first factor of the adapter, times the adapter's scale.
     low: Option<T>,
-}
-
-/// The products before an activation.
-#[derive(Clone, Debug)]
-pub(super) struct Before<T> {
-    pub(super) products: T,
-    /// Whether the bias, if there is one, was added to them.
-    pub(super) has_bias: bool,
 }
 
 /// Applies the layer to a matrix of rows.
