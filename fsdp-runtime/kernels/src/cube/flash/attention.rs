@@ -119,7 +119,8 @@ impl<'a> Attention<'a> {
 
     /// Returns the dropout mask, if the rule has dropout.
     pub(super) fn mask(&self) -> Option<Mask> {
-        self.rule.dropout.map(|source| Mask::new(self, &source))
+        let (heads, lengths) = (self.batch * self.heads, [self.queries(), self.keys()]);
+        self.rule.dropout.map(|source| Mask::new(&self.client, heads, lengths, &source))
     }
 
     /// Returns the keys that each query of each row of the batch sees, if there are segments: the first key, and

@@ -3,10 +3,10 @@
 //! The bits are those of the masks that blocks of queries have elsewhere: see `MASK_ROWS` and the header of
 //! `mask.rs`.
 
+use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::attention::Attention;
 use super::fragments::{CHUNK, Pair, sum_column, sum_row};
 use super::plan::Plan;
 use super::scores::Sums;
@@ -39,11 +39,14 @@ pub(super) struct Mask {
 }
 
 impl Mask {
-    /// Returns the mask of an attention.
-    pub(super) fn new(attention: &Attention<'_>, source: &MaskSource) -> Self {
-        let client = &attention.client;
-        let (queries, keys) = (attention.queries(), attention.keys());
-        let rows = attention.batch * attention.heads * queries;
+    /// Returns the mask of the scores of all heads of all rows of a batch, each `[queries, keys]`.
+    pub(super) fn new(
+        client: &Client,
+        heads: usize,
+        [queries, keys]: [usize; 2],
+        source: &MaskSource,
+    ) -> Self {
+        let rows = heads * queries;
         let words = rows * row_words(keys);
         let mask = Self { handle: client.empty(words * size_of::<u32>()), words };
         let blocks = 0..queries.div_ceil(MASK_ROWS);
