@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from correctness import OTHER_DEVICE, distance
+from correctness import OTHER_DEVICE, PLAIN, distance
 from harness import StepRun, json_lines, last_json
 from machine import cuda_root
-from speed import BERT_BASE, gpt_sides, one_rank
+from speed import BERT_BASE, BERT_FLAGS, one_rank
 
 # Updates of a model whose kernels are recorded.
 UPDATES = 4
@@ -73,9 +73,7 @@ def kernels_of_a_step(step: StepRun) -> None:
 def recorded(step: StepRun) -> list[tuple[str, list[str], dict[str, str], str]]:
     """Name, command, variables and mark of the optimizer's kernels of each program that is recorded."""
     context = step.context
-    names = ("--batch", "--length", "--hidden", "--layers", "--heads", "--inner")
-    sizes = [text for name, size in zip(names, BERT_BASE) for text in (name, str(size))]
-    bert = [context.program("step"), "--cuda", "0", "--world", "1", *sizes, "--variants", "FULL_SHARD", "--json"]
+    bert = [context.program("step"), "--cuda", "0", "--world", "1", *BERT_FLAGS, "--variants", PLAIN, "--json"]
     bert += ["--rounds", "1", "--steps", str(UPDATES + 2), "--bf16"]
     torch_bert = [context.python, str(context.pack / "torch_bert.py"), "fsdp", *map(str, BERT_BASE)]
     gpt = ["--arch", "1.3B", "--bf16", "--tokens-per-sample", "2048", "--batch-size", "2"]

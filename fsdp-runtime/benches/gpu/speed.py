@@ -79,6 +79,8 @@ def compare(step: StepRun, found: dict[str, list[float]], facts: dict[str, Any])
 
 # Rows, tokens a row, hidden size, layers, heads, feed-forward size.
 BERT_BASE = (32, 128, 768, 12, 12, 3072)
+BERT_NAMES = ("--batch", "--length", "--hidden", "--layers", "--heads", "--inner")
+BERT_FLAGS = [text for name, size in zip(BERT_NAMES, BERT_BASE) for text in (name, str(size))]
 BERT_STEPS = 30
 
 
@@ -94,11 +96,8 @@ def torch_step_seconds(done: Outcome) -> float | None:
 def bert(step: StepRun, dtype: str) -> None:
     """A step of a BERT of the base shape, with one rank over NCCL on both sides."""
     context = step.context
-    names = ("--batch", "--length", "--hidden", "--layers", "--heads", "--inner")
-    sizes = [text for name, size in zip(names, BERT_BASE) for text in (name, str(size))]
-
     def ours(limit: float) -> float | None:
-        argv = [context.program("step"), "--cuda", "0", "--world", "1", *sizes, "--variants", PLAIN, "--json"]
+        argv = [context.program("step"), "--cuda", "0", "--world", "1", *BERT_FLAGS, "--variants", PLAIN, "--json"]
         # The first two steps are not counted, here and in PyTorch's side.
         argv += ["--rounds", "1", "--steps", str(BERT_STEPS + 2), *(["--bf16"] if dtype == "bf16" else [])]
         done = step.command("ours", argv, context.env, limit, step_seconds, watch_gpu=True)

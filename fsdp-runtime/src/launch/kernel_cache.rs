@@ -51,7 +51,7 @@ fn claim_from(first: &Path) -> io::Result<(PathBuf, File)> {
             .create(true)
             .truncate(false)
             .write(true)
-            .open(with_suffix(&path, "lock"))?;
+            .open(with_suffix(&path, ".lock"))?;
         match lock.try_lock() {
             Ok(()) => {
                 set_aside_if_broken(&path);
@@ -77,9 +77,9 @@ fn numbered(path: &Path, number: usize) -> PathBuf {
     }
 }
 
+/// Returns the path with more at its end.
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
-    name.push(".");
     name.push(suffix);
     PathBuf::from(name)
 }
@@ -87,13 +87,11 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 /// Renames a file that cannot be read, with its log, and warns. The kernels are compiled again.
 fn set_aside_if_broken(path: &Path) {
     let Err(reason) = check(path) else { return };
-    let aside = with_suffix(path, "broken");
+    let aside = with_suffix(path, ".broken");
     let renamed = fs::rename(path, &aside);
     for log in ["-wal", "-shm"] {
-        let mut name = path.as_os_str().to_owned();
-        name.push(log);
         // Most files have none.
-        let _ = fs::remove_file(name);
+        let _ = fs::remove_file(with_suffix(path, log));
     }
     match renamed {
         Ok(()) => tracing::warn!(
@@ -201,7 +199,7 @@ mod tests {
             assert!(check(&path).unwrap_err().contains(reason));
             let (claimed, _lock) = claim_from(&path).unwrap();
             assert_eq!((claimed.exists(), claimed), (false, path.clone()));
-            assert_eq!(fs::read(with_suffix(&path, "broken")).unwrap(), content);
+            assert_eq!(fs::read(with_suffix(&path, ".broken")).unwrap(), content);
         }
     }
 

@@ -1,6 +1,8 @@
 //! Calls of the functions that launch kernels, such that every kernel is launched in every dtype,
 //! with every option, and with vectors of every width.
 
+mod optimizers;
+
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
@@ -14,7 +16,6 @@ use super::server::{Launched, Ptx, client};
 use super::{DTYPES, kernel_name};
 use crate::StorageType;
 use crate::attention::{Block, BlockOps, KeyRanges, Segments};
-use crate::batched_steps::{self, StepBatch};
 use crate::cube::attention::RowKernels;
 use crate::cube::buffer_slice::BufferSlice;
 use crate::cube::copy::fill;
@@ -23,9 +24,9 @@ use crate::cube::decode::decode_into;
 use crate::ignore_poison::IgnorePoison;
 use crate::norm::Norm;
 use crate::{
-    AdamStep, AdamTensors, AttentionRule, AttentionTensors, Kernels, LinearActivation, LossRule,
-    MaskSource, NormalizationGrads, NormalizationRule, NormalizationTensors, RandomRounding,
-    RankMean, RotaryRule, RotaryTensors, SgdStep,
+    AttentionRule, AttentionTensors, Kernels, LinearActivation, LossRule, MaskSource,
+    NormalizationGrads, NormalizationRule, NormalizationTensors, RandomRounding, RankMean,
+    RotaryRule, RotaryTensors,
 };
 
 /// Number of elements of a tensor: enough for the largest cubes of threads, and no multiple of a
@@ -450,54 +451,6 @@ impl Gpu {
                     });
                 }
             }
-        }
-    }
-
-    /// Runs `step` on tensors at each of the offsets, alone, and on several in a batch.
-    fn steps(&self, kernel: &str, step: impl Fn(usize, Option<&StepBatch>)) {
-        for offset in OFFSETS {
-            self.launch(kernel, &[], || step(offset, None));
-        }
-        self.launch(kernel, &[], || {
-            batched_steps::scope(|| {
-                let batch = batched_steps::open();
-                (0..SEVERAL).for_each(|_| step(0, batch.as_deref()));
-            });
-        });
-    }
-
-    fn adam_steps(&self) {
-        for (amsgrad, cautious) in [(false, false), (false, true), (true, false), (true, true)] {
-            let step = AdamStep {
-                beta_1: 0.9,
-                one_minus_beta_1: 0.1,
-                beta_2: 0.999,
-                one_minus_beta_2: 0.001,
-                epsilon: 1e-8,
-                root_scale: 1.0,
-                step_size: 1e-3,
-                penalty: 0.0,
-                keep: 1.0,
-                rate: 1e-4,
-                cautious,
-            };
-            self.steps("adam_kernel", |offset, batch| {
-                let tensor = || self.tensor_at(offset, NUMEL, DType::F32);
-                let (param, moment_1, moment_2) = (tensor(), tensor(), tensor());
-                let tensors = AdamTensors { param, moment_1, moment_2, max: amsgrad.then(tensor) };
-                CubeBackend::adam(&step, tensor(), tensors, batch);
-            });
-        }
-    }
-
-    fn sgd_steps(&self) {
-        for (momentum, nesterov) in [(false, false), (true, false), (true, true)] {
-            let step =
-                SgdStep { lr: 1e-3, penalty: 0.1, momentum: 0.9, grad_factor: 1.0, nesterov };
-            self.steps("sgd_kernel", |offset, batch| {
-                let tensor = || self.tensor_at(offset, NUMEL, DType::F32);
-                CubeBackend::sgd(&step, tensor(), tensor(), momentum.then(tensor), batch);
-            });
         }
     }
 }

@@ -99,8 +99,8 @@ fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Flo
     results
 }
 
-/// Returns the gradient of the result before the activation. Without sums `before` it the
-/// activation is the identity.
+/// Returns the gradient of the products before the activation. Without `before` the activation is the
+/// identity.
 fn before_activation<B: ModelBackend>(
     grad: Float<B>,
     before: Option<Before<Float<B>>>,

@@ -4,6 +4,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
 use burn::tensor::DType;
+use cudarc::driver::DriverError;
 
 use super::library::{CublasLtError, Library, Opaque, Status};
 use crate::cube::product::call::{Call, Epilogue};
@@ -29,6 +30,11 @@ const EPILOGUE_BGRADA: c_uint = 256;
 /// Converts the status of a call.
 pub(super) fn checked(call: &'static str, status: Status) -> Result<(), CublasLtError> {
     if status == 0 { Ok(()) } else { Err(CublasLtError::Call { call, status }) }
+}
+
+/// Converts an error of the driver.
+pub(super) fn refused(call: &'static str) -> impl Fn(DriverError) -> CublasLtError {
+    move |error| CublasLtError::Call { call, status: error.0 as Status }
 }
 
 /// Returns the library's number of a dtype, `cudaDataType_t`.

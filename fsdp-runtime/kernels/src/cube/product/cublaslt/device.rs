@@ -94,11 +94,7 @@ impl Issue {
             reason: format!("{error}, for {:?}", self.call),
             backtrace: BackTrace::capture(),
         };
-        let driver = |error: cudarc::driver::DriverError| CublasLtError::Call {
-            call: "cuCtxSetCurrent",
-            status: error.0 as i32,
-        };
-        self.handles.context.bind_to_thread().map_err(|error| failed(driver(error)))?;
+        self.handles.make_current().map_err(failed)?;
         let mut streams = server.write_streams().resolve(stream, reads.iter().chain(writes))?;
         let mut address = |binding: &BufferBinding| {
             let memory = &mut streams.get(&binding.stream).memory_management_gpu;

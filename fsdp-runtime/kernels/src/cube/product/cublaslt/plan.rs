@@ -9,13 +9,14 @@ use cudarc::driver::CudaContext;
 
 use super::descriptors::{
     DESC_AUXILIARY, DESC_BIAS, PREFERENCE_ALIGNMENT, PREFERENCE_WORKSPACE, attribute, checked,
+    refused,
 };
-use super::library::{CublasLtError, Heuristic, Library, Opaque, Status, library};
+use super::library::{CublasLtError, Heuristic, Library, Opaque, library};
 use crate::IgnorePoison;
 use crate::cube::product::call::Call;
 
 /// Bytes of scratch memory that an algorithm may use: what the library's documentation advises for Hopper.
-pub(super) const WORKSPACE: usize = 32 << 20;
+const WORKSPACE: usize = 32 << 20;
 
 /// A pointer that the library gave out.
 #[derive(Clone, Copy)]
@@ -37,9 +38,9 @@ struct Key {
 
 /// The library's state for one GPU, which lives as long as the process.
 pub(super) struct Handles {
-    pub(super) library: &'static Library,
+    library: &'static Library,
     handle: Pointer,
-    pub(super) context: Arc<CudaContext>,
+    context: Arc<CudaContext>,
     /// `None` for calls that the library does not take.
     plans: Mutex<HashMap<Key, Option<Arc<Plan>>>>,
     /// Address of the scratch memory of each stream.
@@ -70,14 +71,8 @@ impl Handles {
     /// Creates the state for the GPU with this index.
     pub(super) fn new(index: usize) -> Result<Self, CublasLtError> {
         let library = library()?;
-        let driver = |call| {
-            move |error: cudarc::driver::DriverError| CublasLtError::Call {
-                call,
-                status: error.0 as Status,
-            }
-        };
-        let context = CudaContext::new(index).map_err(driver("cuDevicePrimaryCtxRetain"))?;
-        context.bind_to_thread().map_err(driver("cuCtxSetCurrent"))?;
+        let context = CudaContext::new(index).map_err(refused("cuDevicePrimaryCtxRetain"))?;
+        context.bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;
         let mut handle = null_mut();
         // SAFETY: the function writes a handle; the GPU's context is current.
         checked("cublasLtCreate", unsafe { (library.cublasLtCreate)(&raw mut handle) })?;
@@ -88,6 +83,11 @@ impl Handles {
             plans: Mutex::default(),
             workspaces: Mutex::default(),
         })
+    }
+
+    /// Makes the GPU's context current on this thread.
+    pub(super) fn make_current(&self) -> Result<(), CublasLtError> {
+        self.context.bind_to_thread().map_err(refused("cuCtxSetCurrent"))
     }
 
     /// Returns the plan of a call, given the alignments of A, B and all other buffers in bytes. Returns
@@ -112,11 +112,7 @@ impl Handles {
         tf32: bool,
     ) -> Result<Plan, CublasLtError> {
         let library = self.library;
-        let driver = |error: cudarc::driver::DriverError| CublasLtError::Call {
-            call: "cuCtxSetCurrent",
-            status: error.0 as Status,
-        };
-        self.context.bind_to_thread().map_err(driver)?;
+        self.make_current()?;
         let desc = library.descriptor(call, tf32)?;
         let [a, b, d] =
             [library.layout(call, 0)?, library.layout(call, 1)?, library.layout(call, 2)?];
@@ -214,11 +210,7 @@ impl Handles {
         }
         // SAFETY: the GPU's context is current. The memory is never freed.
         let workspace = unsafe { cudarc::driver::result::malloc_sync(WORKSPACE) };
-        let failed = |error: cudarc::driver::DriverError| CublasLtError::Call {
-            call: "cuMemAlloc",
-            status: error.0 as Status,
-        };
-        let workspace = workspace.map_err(failed)?;
+        let workspace = workspace.map_err(refused("cuMemAlloc"))?;
         workspaces.insert(stream as usize, workspace);
         Ok(workspace)
     }
