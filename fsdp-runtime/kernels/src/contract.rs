@@ -143,8 +143,7 @@ pub trait Kernels: Backend {
     /// Returns `inputᵀ · grad`, and the sums of the columns of `grad`, `[columns]`, both in `dtype`: the
     /// gradients of the weight and of the bias of a linear layer.
     fn affine_gradients(input: Float<Self>, grad: Float<Self>, dtype: DType) -> [Float<Self>; 2] {
-        let sums = cast::<Self>(Self::column_sums(grad.clone()), dtype);
-        [Self::product([Self::float_transpose(input), grad], dtype), sums]
+        affine_gradients::<Self>(input, grad, dtype)
     }
 
     /// Returns `target + a · b`, for matrices of which `a` and `b` have one dtype, and the target that one
@@ -278,6 +277,16 @@ pub fn cast<B: Kernels>(tensor: Float<B>, dtype: DType) -> Float<B> {
         found if takes(found) && takes(dtype) => B::cast(tensor, dtype, None),
         _ => B::float_cast(tensor, dtype.into()),
     }
+}
+
+/// Computes [`Kernels::affine_gradients`] with a product and a sum of columns.
+pub(crate) fn affine_gradients<B: Kernels>(
+    input: Float<B>,
+    grad: Float<B>,
+    dtype: DType,
+) -> [Float<B>; 2] {
+    let sums = cast::<B>(B::column_sums(grad.clone()), dtype);
+    [B::product([B::float_transpose(input), grad], dtype), sums]
 }
 
 /// Mean over tensors of several ranks: consecutive elements of each, added in f32 in the order of

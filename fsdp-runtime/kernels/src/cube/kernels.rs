@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
@@ -19,7 +18,7 @@ use crate::StorageType;
 use crate::accesses;
 use crate::attention::{self, AttentionRule, AttentionTensors, composed};
 use crate::batched_steps::StepBatch;
-use crate::contract::{AdamTensors, Kernels, RankMean, Sums, cast, takes};
+use crate::contract::{self, AdamTensors, Kernels, RankMean, Sums, takes};
 use crate::cross_entropy::{LossResults, LossRule, LossTensors};
 use crate::linear::LinearActivation;
 use crate::mask::MaskSource;
@@ -141,10 +140,8 @@ impl Kernels for CubeBackend {
     }
 
     fn affine_gradients(input: CubeTensor, grad: CubeTensor, dtype: DType) -> [CubeTensor; 2] {
-        product::affine_gradients(&input, &grad, dtype).unwrap_or_else(|| {
-            let sums = cast::<Self>(Self::column_sums(grad.clone()), dtype);
-            [product::product([Self::float_transpose(input), grad], dtype), sums]
-        })
+        product::affine_gradients(&input, &grad, dtype)
+            .unwrap_or_else(|| contract::affine_gradients::<Self>(input, grad, dtype))
     }
 
     fn add_product(target: CubeTensor, factors: [CubeTensor; 2]) -> CubeTensor {
