@@ -84,7 +84,9 @@ use parse::{ImplBlock, Module, Value};
 ///   parameters and `fsdp_runtime::nn::Dropout`.
 /// - `tie("a.b" = "c.d")` (default: no tie; may be repeated): two places below this struct that
 ///   hold one weight. Both must lie in the same unit. A path is made of field names and leads to a
-///   `Param`, or to a module with exactly one matrix.
+///   `Param`, or to a module with exactly one matrix. With `tie("a.b" = "c.d", if_shared)` the places
+///   are tied only where the model's two parameters are clones of one, as a configuration may decide:
+///   `tie_word_embeddings` of Hugging Face.
 /// - `crate = "path"` (default: `::fsdp_runtime`): the path at which generated code finds the crate
 ///   `fsdp-runtime`, for a crate that knows it under another name or through a re-export, such as
 ///   `crate = "my_framework::fsdp"`. Write it on the struct and on the `impl` block.

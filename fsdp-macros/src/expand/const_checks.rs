@@ -98,7 +98,7 @@ fn field_unit(field: &Field<'_>) -> Option<TokenStream> {
 }
 
 /// Generates the check that the two places of a tie are weights and lie in one unit.
-fn tie(Tie { first, second }: &Tie) -> TokenStream {
+fn tie(Tie { first, second, .. }: &Tie) -> TokenStream {
     let places = [first, second].map(|path| {
         quote_spanned!(at(path)=> const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, #path);)
     });

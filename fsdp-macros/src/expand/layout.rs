@@ -54,6 +54,6 @@ fn child(field: &Field<'_>) -> TokenStream {
 }
 
 fn tie(tie: &Tie) -> TokenStream {
-    let Tie { first, second } = tie;
-    quote!(__fsdp::Tie { first: #first, second: #second })
+    let Tie { first, second, if_shared } = tie;
+    quote!(__fsdp::Tie { first: #first, second: #second, if_shared: #if_shared })
 }

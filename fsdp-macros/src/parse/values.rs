@@ -7,17 +7,21 @@ use crate::errors::Errors;
 /// Advice on the form of `tie`, for messages.
 pub(super) const TIE_FORM: &str =
     r#"write `tie("a.b" = "c.d")`, with the paths of the two places that hold the weight"#;
+const IF_SHARED: &str = "if_shared";
 const KEY_FORM: &str = r#"write `key = "name.in.checkpoint"`"#;
 const GROUP_FORM: &str =
     r#"write `unit`, or `unit = "name"` on each field of a group that is one unit"#;
 const CRATE_FORM: &str = r#"write `crate = "path::to::fsdp_runtime"`"#;
 
-/// A tie of two places that hold one weight: `tie("first" = "second")`.
+/// A tie of two places that hold one weight: `tie("first" = "second")`, or
+/// `tie("first" = "second", if_shared)`.
 pub(crate) struct Tie {
     /// The place that owns the weight.
     pub(crate) first: LitStr,
     /// The place that aliases the weight.
     pub(crate) second: LitStr,
+    /// Whether the places are tied only in a model whose two parameters are clones of one.
+    pub(crate) if_shared: bool,
 }
 
 /// Reports an argument that has a value but takes none.
@@ -88,7 +92,7 @@ pub(super) fn crate_path(meta: &Meta, errors: &mut Errors) -> Option<Path> {
     parsed
 }
 
-/// Reads `tie("a.b" = "c.d")`.
+/// Reads `tie("a.b" = "c.d")` and `tie("a.b" = "c.d", if_shared)`.
 pub(super) fn tie(meta: &Meta, errors: &mut Errors) -> Option<Tie> {
     let Meta::List(arguments) = meta else {
         errors.push(meta, TIE_FORM);
@@ -99,13 +103,24 @@ pub(super) fn tie(meta: &Meta, errors: &mut Errors) -> Option<Tie> {
         input.parse::<Token![=]>()?;
         let second = input.parse()?;
         input.parse::<Option<Token![,]>>()?;
-        Ok(Tie { first, second })
+        let condition = input.parse::<Option<Ident>>()?;
+        input.parse::<Option<Token![,]>>()?;
+        Ok((first, second, condition))
     };
-    let Ok(tie) = arguments.parse_args_with(parse) else {
+    let Ok((first, second, condition)) = arguments.parse_args_with(parse) else {
         errors.push(meta, TIE_FORM);
         return None;
     };
+    let tie = Tie { first, second, if_shared: condition.is_some() };
     let mut valid = true;
+    if let Some(condition) = condition.filter(|condition| condition != IF_SHARED) {
+        let message = format!(
+            "unknown condition `{condition}` of a tie; the only one is `{IF_SHARED}`, for places that \
+             some models tie and others do not"
+        );
+        errors.push(condition, message);
+        valid = false;
+    }
     for path in [&tie.first, &tie.second] {
         if !is_dotted(&path.value()) {
             let message = "a tie path is made of field names with single dots between them, \

@@ -47,6 +47,7 @@ const _: () = {
                 __fsdp::Tie {
                     first: "word.weight",
                     second: "position.weight",
+                    if_shared: false,
                 },
             ],
         };

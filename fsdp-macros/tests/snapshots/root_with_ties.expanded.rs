@@ -2,6 +2,7 @@ pub struct Model {
     embeddings: Embeddings,
     layers: Vec<Block>,
     decoder: Linear,
+    head: Linear,
 }
 const _: () = {
     use ::fsdp_runtime::__private as __fsdp;
@@ -38,11 +39,25 @@ const _: () = {
                     group: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
+                __fsdp::Child {
+                    name: "head",
+                    key: ::core::option::Option::None,
+                    transposed: false,
+                    unit: false,
+                    group: ::core::option::Option::None,
+                    node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
+                },
             ],
             ties: &[
                 __fsdp::Tie {
                     first: "embeddings.word",
                     second: "decoder",
+                    if_shared: false,
+                },
+                __fsdp::Tie {
+                    first: "head",
+                    second: "decoder",
+                    if_shared: true,
                 },
             ],
         };
@@ -63,6 +78,11 @@ const _: () = {
             <Linear as __fsdp::FsdpModule>::visit_field(
                 &self.decoder,
                 &__fsdp_children[2],
+                __fsdp_visitor,
+            );
+            <Linear as __fsdp::FsdpModule>::visit_field(
+                &self.head,
+                &__fsdp_children[3],
                 __fsdp_visitor,
             );
         }
@@ -86,6 +106,11 @@ const _: () = {
                     &__fsdp_children[2],
                     __fsdp_mapper,
                 ),
+                head: <Linear as __fsdp::FsdpModule>::map_field(
+                    self.head,
+                    &__fsdp_children[3],
+                    __fsdp_mapper,
+                ),
             }
         }
         const FORWARDS: &'static [__fsdp::Forward] = {
@@ -103,4 +128,7 @@ const _: () = {
     const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "embeddings.word");
     const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "decoder");
     const _: () = __fsdp::lie_in_one_unit(__FSDP_LAYOUT, "embeddings.word", "decoder");
+    const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "head");
+    const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "decoder");
+    const _: () = __fsdp::lie_in_one_unit(__FSDP_LAYOUT, "head", "decoder");
 };

@@ -1,5 +1,5 @@
 #[derive(Module, Debug)]
-#[fsdp_unit(root, tie("embeddings.word" = "decoder"))]
+#[fsdp_unit(root, tie("embeddings.word" = "decoder"), tie("head" = "decoder", if_shared))]
 pub struct Model {
     #[fsdp(key = "bert.embeddings")]
     embeddings: Embeddings,
@@ -7,4 +7,5 @@ pub struct Model {
     layers: Vec<Block>,
     #[fsdp(key = "cls.predictions.decoder")]
     decoder: Linear,
+    head: Linear,
 }

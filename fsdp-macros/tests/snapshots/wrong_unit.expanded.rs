@@ -30,6 +30,7 @@ const _: () = {
                 __fsdp::Tie {
                     first: "embedings",
                     second: "decoder",
+                    if_shared: false,
                 },
             ],
         };

@@ -99,6 +99,8 @@ pub struct Tie {
     pub first: &'static str,
     /// Place that aliases the weight, as a dotted path of field names from the declaring type.
     pub second: &'static str,
+    /// Whether the places are tied only in a model whose two parameters are clones of one.
+    pub if_shared: bool,
 }
 
 impl Node {

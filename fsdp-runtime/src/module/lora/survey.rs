@@ -159,7 +159,8 @@ impl Survey {
     }
 
     fn add_ties(&mut self, node: &Node) {
-        for tie in node.ties {
+        // Clones are counted in any case.
+        for tie in node.ties.iter().filter(|tie| !tie.if_shared) {
             for place in [tie.first, tie.second] {
                 self.tied.push(self.path.join(&[place.to_string()]));
             }

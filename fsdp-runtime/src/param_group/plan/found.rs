@@ -122,6 +122,17 @@ pub(super) struct F32Module {
     pub(super) ty: &'static str,
 }
 
+/// A declared tie, with full module paths.
+#[derive(Debug)]
+pub(super) struct FoundTie {
+    /// Path of the place that owns the weight.
+    pub(super) first: String,
+    /// Path of the place that aliases the weight.
+    pub(super) second: String,
+    /// Whether the tie holds only for parameters that are clones of one.
+    pub(super) if_shared: bool,
+}
+
 /// Everything that one traversal of a module finds.
 #[derive(Debug, Default)]
 pub(super) struct Found {
@@ -133,8 +144,8 @@ pub(super) struct Found {
     pub(super) visited: Vec<Option<usize>>,
     /// Ignored parameters and running statistics, in the order of the traversal.
     pub(super) ignored: Vec<IgnoredParam>,
-    /// Declared ties, as pairs of full module paths: the owner first, then the alias.
-    pub(super) ties: Vec<(String, String)>,
+    /// Declared ties.
+    pub(super) ties: Vec<FoundTie>,
     /// All types under `#[fsdp_unit]`, including those that the wrap policy makes no unit of.
     pub(super) types: Vec<UnitType>,
     /// Devices of the managed parameters, each with the path of the first parameter on it.

@@ -9,7 +9,7 @@ use burn::tensor::{DType, Tensor};
 use super::super::tables::{FoundTable, is_cast};
 use super::super::unit::{ParamSpec, Placement};
 use super::found::{
-    F32Module, Found, FoundGroup, FoundParam, FoundUnit, IgnoredParam, Key, SHARDED,
+    F32Module, Found, FoundGroup, FoundParam, FoundTie, FoundUnit, IgnoredParam, Key, SHARDED,
 };
 use super::groups::{Group, Position, group_sizes};
 use super::recomputed_units::{not_recomputable, recomputes};
@@ -17,7 +17,7 @@ use super::wrapped_units::{wraps, wraps_field, wraps_group};
 use crate::backend::check_device;
 use crate::error::ShardError;
 use crate::layout::StorageType;
-use crate::module::{Child, FsdpModule, Node, ParamVisitor, Sharded, UnitType};
+use crate::module::{Child, FsdpModule, Node, ParamVisitor, Sharded, Tie, UnitType};
 use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 
 /// A visitor that records every unit and parameter of a module.
@@ -107,8 +107,12 @@ impl<'a> Inventory<'a> {
             let here = self.position.join(&[]);
             if here.is_empty() { path.to_string() } else { format!("{here}.{path}") }
         };
-        let ties: Vec<_> =
-            node.ties.iter().map(|tie| (prefix(tie.first), prefix(tie.second))).collect();
+        let found = |&Tie { first, second, if_shared }: &Tie| FoundTie {
+            first: prefix(first),
+            second: prefix(second),
+            if_shared,
+        };
+        let ties: Vec<_> = node.ties.iter().map(found).collect();
         self.found.ties.extend(ties);
     }
 

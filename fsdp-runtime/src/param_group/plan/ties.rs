@@ -4,27 +4,32 @@ use std::collections::HashMap;
 
 use burn::module::ParamId;
 
-use super::found::{FoundParam, IgnoredParam};
+use super::found::{FoundParam, FoundTie, IgnoredParam};
 use crate::error::ShardError;
 
 /// Sets `tied_to` of every parameter that a declared tie makes an alias.
 ///
 /// A path of a tie names a parameter, or a module with exactly one matrix. Ties of parameters that
-/// this model does not have, because an `Option` is empty, have no effect.
+/// this model does not have, because an `Option` is empty, have no effect. Nor has a tie under `if_shared`
+/// of two parameters that are no clones of one.
 ///
 /// # Errors
 ///
 /// Returns an error if a tied parameter is ignored, or if the two shapes differ.
 pub(super) fn resolve_ties(
     params: &mut [FoundParam],
-    ties: &[(String, String)],
+    ties: &[FoundTie],
     ignored: &[IgnoredParam],
 ) -> Result<(), ShardError> {
-    for (first, second) in ties {
-        check_not_ignored(params, first, second, ignored)?;
+    for tie in ties {
+        check_not_ignored(params, tie, ignored)?;
+        let FoundTie { first, second, if_shared } = tie;
         let (Some(first), Some(second)) = (managed(params, first), managed(params, second)) else {
             continue;
         };
+        if *if_shared && params[first].id != params[second].id {
+            continue;
+        }
         if params[first].shape != params[second].shape {
             return Err(ShardError::TieShape {
                 first: params[first].path.clone(),
@@ -33,7 +38,7 @@ pub(super) fn resolve_ties(
                 second_shape: params[second].shape.clone(),
             });
         }
-        tie(params, first, second);
+        unite(params, first, second);
     }
     Ok(())
 }
@@ -42,19 +47,22 @@ pub(super) fn resolve_ties(
 /// void.
 fn check_not_ignored(
     params: &[FoundParam],
-    first: &str,
-    second: &str,
+    FoundTie { first, second, if_shared }: &FoundTie,
     ignored: &[IgnoredParam],
 ) -> Result<(), ShardError> {
-    let ignored_at = |path| {
+    let ignored_at = |path: &str| {
         let entries = ignored.iter().map(|param| &param.spec);
         resolve(entries.map(|entry| (&*entry.path, &*entry.shape)), path)
     };
-    let exists = |path| managed(params, path).is_some() || ignored_at(path).is_some();
+    let id_at = |path: &str| match managed(params, path) {
+        Some(index) => Some(params[index].id),
+        None => ignored_at(path).map(|index| ignored[index].id),
+    };
     for (path, other) in [(first, second), (second, first)] {
         if managed(params, path).is_none()
-            && exists(other)
+            && let Some(other_id) = id_at(other)
             && let Some(index) = ignored_at(path)
+            && (!if_shared || ignored[index].id == other_id)
         {
             let ignored = ignored[index].spec.path.clone();
             return Err(ShardError::IgnoredTie { ignored, other: other.to_string() });
@@ -67,7 +75,7 @@ fn check_not_ignored(
 ///
 /// If the two owners are clones of one parameter, which have the same id, the one that the
 /// traversal reaches first becomes the owner.
-fn tie(params: &mut [FoundParam], first: usize, second: usize) {
+fn unite(params: &mut [FoundParam], first: usize, second: usize) {
     let (mut owner, mut other) = (owner(params, first), owner(params, second));
     if params[owner].id == params[other].id && other < owner {
         (owner, other) = (other, owner);
@@ -139,7 +147,7 @@ mod tests {
     use crate::param_group::plan::found::Key;
 
     /// Ties parameters `a`, `b`, `c` and `d` of one shape, and returns the number of each one's
-    /// owner.
+    /// owner. A `?` after the second name stands for `if_shared`.
     fn owners(ties: &[(&str, &str)], id: impl Fn(usize) -> u64) -> Result<Vec<usize>, ShardError> {
         let param = |(index, name): (usize, &str)| FoundParam {
             path: name.into(),
@@ -154,7 +162,12 @@ mod tests {
         };
         let mut params: Vec<FoundParam> =
             ["a", "b", "c", "d"].into_iter().enumerate().map(param).collect();
-        let ties: Vec<_> = ties.iter().map(|(a, b)| (a.to_string(), b.to_string())).collect();
+        let tie = |(first, second): &(&str, &str)| FoundTie {
+            first: first.to_string(),
+            second: second.trim_end_matches('?').to_string(),
+            if_shared: second.ends_with('?'),
+        };
+        let ties: Vec<_> = ties.iter().map(tie).collect();
         resolve_ties(&mut params, &ties, &[])?;
         check_clones(&params)?;
         Ok((0..params.len()).map(|index| owner(&params, index)).collect())
@@ -182,6 +195,12 @@ mod tests {
         assert_eq!(owners(&[("c", "a")], two).unwrap(), [0, 1, 0, 3]);
         assert_eq!(owners(&[("c", "b"), ("b", "a")], two).unwrap(), [0, 0, 0, 3]);
         assert_eq!(owners(&[("b", "a"), ("b", "c")], two).unwrap(), [1, 1, 1, 3]);
+        // A tie under a condition holds for clones of one parameter only.
+        assert_eq!(
+            owners(&[("a", "b?"), ("c", "a?")], |index| index as u64).unwrap(),
+            [0, 1, 2, 3]
+        );
+        assert_eq!(owners(&[("a", "b?"), ("a", "c?")], two).unwrap(), [0, 1, 0, 3]);
         let error = owners(&[("a", "b")], |index| (index as u64).min(2)).unwrap_err();
         assert!(matches!(error, ShardError::SharedParameter { .. }), "{error}");
     }
