@@ -28,5 +28,6 @@ mod slow_disk;
 mod state_dict;
 mod state_options;
 mod storage;
+mod tied_copies;
 mod torch_files;
 mod whole_param;

@@ -61,6 +61,22 @@ pub enum LoadError {
         /// Keys whose shape or dtype differs, each with a description of the difference.
         misshapen: Vec<String>,
     },
+    /// Two tensors for a parameter that the model ties, which differ.
+    #[error(
+        "{file} holds two weights for a tied parameter, `{first}` and `{second}`, that differ at element \
+         {element}: load a model that does not tie them, as by `\"tie_word_embeddings\": false` in a \
+         `config.json`, or remove `{second}` from the file"
+    )]
+    TiedCopies {
+        /// Path of the file or folder.
+        file: String,
+        /// Key of the parameter that owns the weight.
+        first: String,
+        /// Key of the parameter that is tied to it.
+        second: String,
+        /// Number of the first element that differs, in the flattened parameter of the model.
+        element: usize,
+    },
     /// Adapters in PEFT's format that the model cannot take.
     #[error("{file} does not fit the adapters of the model: {reason}")]
     Adapters {

@@ -19,7 +19,7 @@ use crate::launch::agree::{OnError, agree_result};
 use crate::module::{FsdpModule, HookedForward, ParamIndex};
 use crate::options::FsdpOptions;
 use crate::param_group::plan::{IgnoredParam, Key};
-use crate::param_group::{ParamSpec, Unit};
+use crate::param_group::{ParamSpec, Placement, Unit};
 
 impl<M: FsdpModule> StateMut<'_, M> {
     /// Loads parameters by their keys: each field's `#[fsdp(key = "..")]`, or else the field's
@@ -40,7 +40,7 @@ impl<M: FsdpModule> StateMut<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`LoadError`] where a file cannot be read or is in none of these formats, where an index does
+    /// [`LoadError`] where a file holds different copies of a tied parameter, cannot be read or is in none of these formats, where an index does
     /// not fit the files, or where a pickle imports a name that weights do not need. The same error where the tensors do not fit the model, with all keys that
     /// are missing, unexpected or of the wrong shape. [`CollectiveError`](crate::errors::CollectiveError)
     /// where another rank has such an error.
@@ -120,6 +120,13 @@ impl<'a> Params<'a> {
             |param: &'a IgnoredParam| (ParamTarget::PerRank(param.id), &param.key, &param.spec);
         sharded.chain(ignored.iter().map(per_rank))
     }
+
+    /// Returns the parameter that `spec`, of the parameter at `index`, is tied to.
+    fn owner(&self, index: ParamIndex, spec: &ParamSpec) -> Option<(&'a Key, &'a ParamSpec)> {
+        let Placement::TiedTo(param) = spec.placement else { return None };
+        let owner = ParamIndex { param, ..index };
+        Some((self.keys.get(&owner)?, &self.units[owner.unit].params[param]))
+    }
 }
 
 /// Matches the tensors in the files at `path` to a model's parameters.
@@ -137,7 +144,13 @@ fn match_files(
     let source = Source::open(path)?;
     let wanted = params.iter().map(|(target, key, spec)| {
         let wanted = match target {
-            ParamTarget::Sharded(_) => WantedTensor::of_param(spec, &key.name, key.transposed),
+            ParamTarget::Sharded(index) => {
+                let wanted = WantedTensor::of_param(spec, &key.name, key.transposed);
+                match params.owner(index, spec) {
+                    Some((key, owner)) => wanted.copy_of(&key.name, owner),
+                    None => wanted,
+                }
+            }
             ParamTarget::PerRank(_) => WantedTensor::full(&key.name, &spec.shape, key.transposed),
         };
         (target, wanted.selected(options.filter.selects(&seen(key, spec, frozen.contains(target)))))

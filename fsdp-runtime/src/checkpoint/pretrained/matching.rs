@@ -16,6 +16,9 @@ use crate::error::LoadError;
 use crate::layout::StorageType;
 use crate::param_group::{ParamSpec, Placement};
 
+/// Elements of two copies that are read and compared at once.
+const COMPARED: usize = 1 << 16;
+
 /// Elements of a parameter that this rank needs from a file.
 #[derive(Clone, Debug)]
 pub(super) struct WantedTensor {
@@ -34,6 +37,8 @@ pub(super) struct WantedTensor {
     /// Whether the parameter is tied to another, which is loaded in its stead. A file may have it
     /// or not.
     tied: bool,
+    /// Name in the file of the parameter that this one is tied to, where copies are compared.
+    copy_of: Option<String>,
     /// Whether the filter of the load selects the parameter.
     selected: bool,
 }
@@ -49,6 +54,7 @@ impl WantedTensor {
             storage: spec.storage,
             base_shape: spec.base_shape(),
             tied: matches!(spec.placement, Placement::TiedTo(_)),
+            copy_of: None,
             selected: true,
         }
     }
@@ -64,8 +70,15 @@ impl WantedTensor {
             storage: StorageType::F32,
             base_shape: shape.to_vec(),
             tied: false,
+            copy_of: None,
             selected: true,
         }
+    }
+
+    /// Returns the description of a tied parameter whose copy in the file, if there is one, must equal the
+    /// tensor called `name`: that of the parameter `owner`.
+    pub(super) fn copy_of(self, name: &str, owner: &ParamSpec) -> Self {
+        Self { copy_of: Some(name.to_string()), range: owner.range(), ..self }
     }
 
     /// Returns the description with whether the filter of the load selects the parameter.
@@ -86,7 +99,8 @@ pub(super) struct MatchedTensor {
 /// # Errors
 ///
 /// [`LoadError::Mismatch`] with all keys that are missing, unexpected or of the wrong shape or
-/// dtype, beyond what `options` allows.
+/// dtype, beyond what `options` allows. [`LoadError::TiedCopies`] for two copies of a tied parameter that
+/// differ.
 pub(super) fn match_tensors<T>(
     source: &Source,
     wanted: impl IntoIterator<Item = (T, WantedTensor)>,
@@ -98,6 +112,7 @@ pub(super) fn match_tensors<T>(
     let mut unused: BTreeSet<&str> = source.tensors.keys().map(String::as_str).collect();
     let (mut matched, mut misshapen) = (Vec::new(), Vec::new());
     let (mut missing, mut report) = (Vec::new(), LoadReport::default());
+    let mut copies = Vec::new();
     for (to, wanted) in wanted {
         let candidates = options.candidates(&wanted.name);
         if !wanted.selected {
@@ -119,7 +134,7 @@ pub(super) fn match_tensors<T>(
         match difference(tensor, &wanted) {
             Some(difference) => misshapen.push(format!("{name}: {difference}")),
             // The owner of the tied parameter is loaded.
-            None if wanted.tied => {}
+            None if wanted.tied => copies.push(MatchedTensor { tensor: tensor.clone(), wanted }),
             None => matched.push((to, MatchedTensor { tensor: tensor.clone(), wanted })),
         }
     }
@@ -143,9 +158,33 @@ pub(super) fn match_tensors<T>(
             misshapen,
         });
     }
+    check_copies(source, &copies, matched.iter().map(|(_, tensor)| tensor))?;
     report.loaded = matched.len();
     report.unexpected = ignored.into_iter().map(str::to_string).collect();
     Ok((matched, report))
+}
+
+/// Checks that copies of tied parameters are equal, as far as this rank stores them.
+fn check_copies<'a>(
+    source: &Source,
+    copies: &[MatchedTensor],
+    matched: impl Iterator<Item = &'a MatchedTensor> + Clone,
+) -> Result<(), LoadError> {
+    for copy in copies {
+        let Some(owner) = &copy.wanted.copy_of else { continue };
+        let Some(first) = matched.clone().find(|tensor| tensor.wanted.name == *owner) else {
+            continue;
+        };
+        if let Some(element) = first.difference(copy) {
+            return Err(LoadError::TiedCopies {
+                file: source.label.clone(),
+                first: first.wanted.name.clone(),
+                second: copy.wanted.name.clone(),
+                element,
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Returns whether a tensor is PyTorch's count of the batches in a running mean, which Burn does
@@ -189,6 +228,17 @@ impl MatchedTensor {
             false => self.read(range.clone()),
         };
         stored_data(elements, range, *storage, base_shape.clone())
+    }
+
+    /// Returns the first element of this rank's that differs in a copy of the tensor.
+    fn difference(&self, copy: &Self) -> Option<usize> {
+        let range = &self.wanted.range;
+        range.clone().step_by(COMPARED).find_map(|start| {
+            let part = start..range.end.min(start + COMPARED);
+            let (first, second) = (self.read(part.clone()), copy.read(part));
+            let differ = |(a, b): (&f32, &f32)| a.to_bits() != b.to_bits();
+            first.iter().zip(&second).position(differ).map(|at| start + at)
+        })
     }
 
     /// Reads elements of the flattened parameter, converted to f32.
