@@ -76,8 +76,8 @@ impl<'a> UnitBuilder<'a> {
     /// Returns whether the unit computes with its shards where they are: each one is a whole
     /// parameter, in the dtype and on the device that computes.
     ///
-    /// On Flex a unit is gathered all the same. A copy is cheap there, and a parameter that is read
-    /// outside of its unit's forward and backward shows.
+    /// On Flex a unit is gathered all the same if debug assertions are on: a parameter that is read outside of
+    /// its unit's forward and backward then shows on one rank as well.
     fn computes_with_shards(&self, entries: &[ParamSpec], mesh: Mesh, kind: DeviceKind) -> bool {
         let computed = |entry: &ParamSpec| {
             let is_f32 = entry.dtype == DType::F32 && entry.sent() == StorageType::F32;
@@ -85,7 +85,7 @@ impl<'a> UnitBuilder<'a> {
         };
         mesh.shard_size() == WorldSize::ONE
             && self.options.offload == OffloadPolicy::None
-            && kind != DeviceKind::Flex
+            && (kind != DeviceKind::Flex || !cfg!(debug_assertions))
             && entries.iter().all(computed)
     }
 
