@@ -5,18 +5,21 @@
 
 use std::path::PathBuf;
 
+use anyhow::Result;
 use clap::Parser;
 
-use crate::checkpoints::CheckpointPlan;
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::checkpoints::{ResumeFrom, SaveArgs};
+use crate::common::launch_settings::{LaunchInputs, LaunchSettings};
 use crate::common::log_file::LogArgs;
 use crate::common::lora::LoraArgs;
 use crate::common::memory::MemoryArgs;
 use crate::common::parse::{learning_rate, positive, probability};
 use crate::common::plan::PlanArgs;
+use crate::common::saver::CheckpointPlan;
 use crate::common::tensorboard::TensorBoardArgs;
 use crate::common::trace::TraceArgs;
+use crate::model::BertForSequenceClassification;
 
 /// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded
 /// over ranks.
@@ -181,6 +184,24 @@ struct Defaults {
 }
 
 impl Cli {
+    /// Returns the settings of the launch and of sharding.
+    ///
+    /// # Errors
+    ///
+    /// If the configuration file cannot be read or does not fit the started processes.
+    pub fn launch_settings(&self) -> Result<LaunchSettings> {
+        LaunchSettings::new::<BertForSequenceClassification>(self.launch_inputs())
+    }
+
+    fn launch_inputs(&self) -> LaunchInputs<'_> {
+        LaunchInputs {
+            config: self.config.as_deref(),
+            ranks: &self.ranks,
+            timeout: self.timeout,
+            output: self.output,
+        }
+    }
+
     /// Returns the hyperparameters of the run.
     pub fn recipe(&self) -> Recipe {
         let defaults = match (&self.pretrained, self.lora.is_on()) {
@@ -223,7 +244,15 @@ impl Recipe {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
+
+    use fsdp_runtime::config::Config;
+    use fsdp_runtime::launch::env::RankEnv;
+    use fsdp_runtime::optim::GradScalerConfig;
+    use fsdp_runtime::prelude::*;
+
     use super::*;
+    use crate::common::device::DeviceName;
 
     fn parse(flags: &str) -> Result<Cli, clap::Error> {
         Cli::try_parse_from(std::iter::once("bert_finetune").chain(flags.split_whitespace()))
@@ -259,5 +288,77 @@ mod tests {
             let message = parse(flags).unwrap_err().to_string();
             assert!(message.contains(expected), "{flags}: {message}");
         }
+    }
+
+    const FILE: &str = "\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 4
+use_cpu: true
+";
+
+    fn settings(flags: &str, started: Option<&RankEnv>) -> Result<LaunchSettings> {
+        let cli = Cli::parse_from(std::iter::once("bert_finetune").chain(flags.split_whitespace()));
+        let file = Some(Config::parse(FILE, "file.yaml")?);
+        LaunchSettings::resolve::<BertForSequenceClassification>(cli.launch_inputs(), file, started)
+    }
+
+    /// Returns the environment of rank 0 of `world` processes.
+    fn one_of(world: &str) -> RankEnv {
+        let variable = |name: &str| match name {
+            "RANK" | "LOCAL_RANK" => Some(OsString::from("0")),
+            "WORLD_SIZE" => Some(world.into()),
+            _ => None,
+        };
+        RankEnv::from_variables(variable).unwrap().unwrap()
+    }
+
+    #[test]
+    fn the_file_says_what_no_flag_does() {
+        let of_file = settings("--quiet", None).unwrap();
+        assert_eq!(of_file.strategy, ShardingStrategy::ShardGradOp);
+        assert_eq!(of_file.device, DeviceName::Flex, "`use_cpu`");
+        let launch = format!("{:?}", of_file.launch);
+        assert!(launch.contains("Exactly(4)"), "{launch}");
+    }
+
+    #[test]
+    fn losses_are_scaled_in_float16() {
+        let scales = |precision: &str| {
+            let file = FILE.replace("mixed_precision: 'no'", precision);
+            let cli = Cli::parse_from(["bert_finetune", "--quiet"]);
+            let file = Some(Config::parse(&file, "file.yaml").unwrap());
+            let inputs = cli.launch_inputs();
+            let settings =
+                LaunchSettings::resolve::<BertForSequenceClassification>(inputs, file, None);
+            settings.unwrap().scaler
+        };
+        assert_eq!(scales("mixed_precision: fp16"), Some(GradScalerConfig::new()));
+        for other in ["mixed_precision: bf16", "mixed_precision: 'no'"] {
+            assert_eq!(scales(other), None);
+        }
+    }
+
+    #[test]
+    fn flags_override_the_file() {
+        let flags = "--quiet --strategy NO_SHARD --world-size 3 --device cpu";
+        let settings = settings(flags, None).unwrap();
+        assert_eq!(settings.strategy, ShardingStrategy::NoShard);
+        assert_eq!(settings.device, DeviceName::Cpu);
+        let launch = format!("{:?}", settings.launch);
+        assert!(launch.contains("Exactly(3)"), "{launch}");
+    }
+
+    #[test]
+    fn a_file_for_four_processes_started_with_two_is_an_error() {
+        let error = settings("--quiet", Some(&one_of("2"))).unwrap_err();
+        let text = format!("{error:#}");
+        assert!(text.contains("num_processes: 4") && text.contains("has started 2"), "{text}");
+        assert!(settings("--quiet", Some(&one_of("4"))).is_ok());
     }
 }

@@ -8,16 +8,16 @@ use fsdp_runtime::prelude::*;
 
 use crate::batch::Padding;
 use crate::bert_config::BertConfig;
-use crate::checkpoints::CheckpointPlan;
 use crate::cli::{Cli, Recipe};
 use crate::common::device::DeviceName;
+use crate::common::launch_settings::LaunchSettings;
 use crate::common::log_file::LogFile;
 use crate::common::lora::Lora;
 use crate::common::memory::RunMemory;
+use crate::common::saver::CheckpointPlan;
 use crate::common::tensorboard::TensorBoard;
 use crate::corpus::Corpus;
 use crate::export::Export;
-use crate::launch_settings::LaunchSettings;
 use crate::lora;
 use crate::tokenizer::{BertTokenizer, Encoded};
 

@@ -52,7 +52,6 @@ mod tests {
 
     use super::*;
     use crate::cli::Cli;
-    use crate::launch_settings::LaunchSettings;
     use crate::summary::Summary;
     use crate::{Outcome, run};
 
@@ -63,7 +62,7 @@ mod tests {
     fn summary(flags: &[&str]) -> Summary {
         let common = ["--quiet", "--world-size", "2", "--device", "flex", "--max-length", "24"];
         let cli = parse(&[&common, flags].concat()).unwrap();
-        match run(&cli, LaunchSettings::new(&cli).unwrap()).unwrap() {
+        match run(&cli, cli.launch_settings().unwrap()).unwrap() {
             Outcome::Finished(summary) => *summary,
             _ => panic!("the run has one process and is not interrupted"),
         }

@@ -17,31 +17,29 @@
 //! 1. `model.rs`: the model in plain Burn, and the annotations for sharding.
 //! 2. `sharding.rs`: how the model is sharded, with new, pretrained or restored weights.
 //! 3. `train.rs`: the training loop of one rank.
-//! 4. `checkpoints.rs`: saving and resuming.
+//! 4. `../common/saver.rs`: saving and resuming.
 //!
-//! Inputs of a run are in `cli.rs` (arguments and hyperparameters), `launch_settings.rs`
-//! (configuration file of `fsdp launch`), `job.rs`, `bert_config.rs`, `corpus.rs` (text),
+//! Inputs of a run are in `cli.rs` (arguments and hyperparameters), `job.rs`, `bert_config.rs`, `corpus.rs` (text),
 //! `tokenizer.rs` and `batch.rs`. `lora.rs` has adapters on a frozen model, and
-//! `plan.rs` the plan of a step on GPUs. Results are in `metrics.rs`, `progress.rs`, `summary.rs` and
+//! `plan.rs` the plan of a step on GPUs. Results are in `metrics.rs`, `summary.rs` and
 //! `export.rs` (files next to exported weights). `learning_rate.rs` has the schedule, and
 //! `../common/` the code that the examples share.
 
 mod batch;
 mod bert_config;
-mod checkpoints;
+#[cfg(test)]
+mod checkpoint_tests;
 mod cli;
 #[path = "../common/mod.rs"]
 mod common;
 mod corpus;
 mod export;
 mod job;
-mod launch_settings;
 mod learning_rate;
 mod lora;
 mod metrics;
 mod model;
 mod plan;
-mod progress;
 mod sharding;
 mod summary;
 mod tokenizer;
@@ -58,9 +56,9 @@ use fsdp_runtime::prelude::*;
 
 use crate::cli::Cli;
 use crate::common::checkpoints::{Outcome, handle_interrupts};
+use crate::common::launch_settings::LaunchSettings;
 use crate::common::{allocator, report};
 use crate::job::Job;
-use crate::launch_settings::LaunchSettings;
 use crate::summary::Summary;
 use crate::train::train;
 
@@ -70,7 +68,7 @@ fn main() -> ExitCode {
 
 fn start(cli: &Cli) -> Result<()> {
     allocator::keep_pages();
-    let settings = report::refused(LaunchSettings::new(cli))?;
+    let settings = report::refused(cli.launch_settings())?;
     settings.device.resolve_or_exit();
     if cli.plan.is_on() {
         println!("{}", plan::text(cli, &settings)?);

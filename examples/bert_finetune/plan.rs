@@ -4,8 +4,8 @@ use anyhow::Result;
 use fsdp_runtime::plan::{Batch, StepPlan};
 
 use crate::cli::Cli;
+use crate::common::launch_settings::LaunchSettings;
 use crate::job::Job;
-use crate::launch_settings::LaunchSettings;
 use crate::sharding::unsharded;
 
 /// Matrices whose rows are looked up.
@@ -39,7 +39,7 @@ mod tests {
 
     fn text_of(flags: &[&str]) -> Result<String> {
         let cli = Cli::parse_from([&["bert_finetune"], flags].concat());
-        text(&cli, &LaunchSettings::new(&cli)?)
+        text(&cli, &cli.launch_settings()?)
     }
 
     #[test]

@@ -10,9 +10,9 @@ use fsdp_runtime::prelude::*;
 use fsdp_runtime::pretrained::{LoadOptions, from_pretrained};
 
 use crate::common::lora::load_adapters;
+use crate::common::progress::Progress;
 use crate::job::Job;
 use crate::model::BertForSequenceClassification;
-use crate::progress::Progress;
 
 /// Number of f32 tensors of a parameter's shape that AdamW keeps for it.
 const ADAM_MOMENTS: usize = 2;

@@ -10,7 +10,8 @@ use fsdp_runtime::optim::GradScalerConfig;
 use fsdp_runtime::prelude::*;
 
 use crate::batch::{Dealer, Padded};
-use crate::checkpoints::{Position, Saver, TrainingState, resume};
+use crate::common::progress::{Progress, Step};
+use crate::common::saver::{Position, Saver, TrainingState, resume};
 use crate::common::training::{
     adamw, mean_over_ranks, median, read_loss, scale_loss, unscale_gradients,
 };
@@ -18,8 +19,7 @@ use crate::job::Job;
 use crate::learning_rate::schedule;
 use crate::lora;
 use crate::metrics::{Counts, Scores, argmax, mean};
-use crate::model::BertInput;
-use crate::progress::{Progress, Step};
+use crate::model::{BertForSequenceClassification, BertInput};
 use crate::sharding::shard_model;
 use crate::summary::Summary;
 
@@ -51,7 +51,7 @@ struct Trainer<'a> {
 
     /// Memory that the rank will need, if memory is recorded.
     forecast: Option<MemoryForecast>,
-    state: TrainingState,
+    state: TrainingState<BertForSequenceClassification>,
     loss_fn: CrossEntropyLoss,
     position: Position,
     saver: Saver,
@@ -92,10 +92,12 @@ impl<'a> Trainer<'a> {
         let from = job.checkpoints.find(worker)?;
         let (model, forecast) = shard_model(job, worker, &progress, from.is_some())?;
         let mut state = TrainingState {
+            name: "bert",
             model,
             optimizer: adamw(AdamWConfig::new().with_weight_decay(recipe.weight_decay)),
             schedule: schedule(recipe, total_steps)?,
             scaler: job.scaler.as_ref().map(GradScalerConfig::init).transpose()?,
+            values: Default::default(),
         };
         let saver = Saver::new(&job.checkpoints, worker);
         let mut position = Position::default();
@@ -162,7 +164,15 @@ impl<'a> Trainer<'a> {
         let scores = self.evaluate()?;
         self.scores = Some(scores);
         let Position { step, epoch, examples } = self.position;
-        self.progress.epoch((epoch + 1, step), self.epoch_loss, scores, begin.elapsed());
+        let (number, train_loss) = (epoch + 1, self.epoch_loss);
+        let Scores { accuracy, f1 } = scores;
+        let line = format!(
+            "epoch {number}  train loss {train_loss:.4}  accuracy {accuracy:.4}  F1 {f1:.4}  {:.1} s",
+            begin.elapsed().as_secs_f64()
+        );
+        let numbers =
+            [("train/epoch_loss", train_loss), ("valid/accuracy", accuracy), ("valid/f1", f1)];
+        self.progress.result(step, &line, numbers);
         if examples / self.dealer.global_batch() >= self.steps_per_epoch {
             self.position = Position { step, epoch: epoch + 1, examples: 0 };
         }
@@ -212,6 +222,8 @@ impl<'a> Trainer<'a> {
             loss,
             learning_rate: rate.base(),
             tokens_per_second: self.tokens as f64 / self.seconds.iter().sum::<f64>(),
+            memory: None,
+            left: None,
         });
         Ok(self)
     }

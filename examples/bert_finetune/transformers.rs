@@ -22,7 +22,6 @@ use crate::bert_config::BertConfig;
 use crate::cli::Cli;
 use crate::common::python::{python_with, run_script};
 use crate::corpus::{Corpus, Example};
-use crate::launch_settings::LaunchSettings;
 use crate::model::BertInput;
 use crate::tokenizer::BertTokenizer;
 
@@ -135,7 +134,7 @@ fn train_and_save(folder: &Path, flags: &[&str]) {
     arguments.extend(["--save-pretrained", folder.to_str().unwrap()]);
     arguments.extend(flags);
     let cli = Cli::parse_from(arguments);
-    crate::run(&cli, LaunchSettings::new(&cli).unwrap()).unwrap();
+    crate::run(&cli, cli.launch_settings().unwrap()).unwrap();
 }
 
 /// Runs a script that loads the exported files in `folders`, and returns its output for the pairs.

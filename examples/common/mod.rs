@@ -10,6 +10,8 @@ pub mod checkpoints;
 #[allow(dead_code, reason = "most examples read the file")]
 pub mod config_file;
 pub mod device;
+#[allow(dead_code, reason = "`mnist` and `gpt_pretrain` have settings of their own")]
+pub mod launch_settings;
 #[allow(dead_code, reason = "`mnist` has no log file")]
 pub mod log_file;
 #[allow(dead_code, reason = "`mnist` has no adapters")]
@@ -19,10 +21,16 @@ pub mod memory;
 pub mod parse;
 #[allow(dead_code, reason = "`mnist` has no plan")]
 pub mod plan;
+#[allow(dead_code, reason = "`mnist` and `gpt_pretrain` have log lines of their own")]
+pub mod progress;
 #[cfg(test)]
 #[allow(dead_code, reason = "`mnist` is compared with no program")]
 pub mod python;
 pub mod report;
+#[allow(dead_code, reason = "`mnist` and `bert_finetune` generate no text")]
+pub mod sampling;
+#[allow(dead_code, reason = "`mnist` and `gpt_pretrain` have checkpoints of their own")]
+pub mod saver;
 #[allow(dead_code, reason = "`mnist` has no event files")]
 pub mod tensorboard;
 #[allow(dead_code, reason = "`mnist` has no tokenizer")]

@@ -6,10 +6,9 @@ use std::time::Duration;
 
 use indicatif::ProgressBar;
 
-use crate::common::log_file::LogFile;
-use crate::common::report::set_template;
-use crate::common::tensorboard::TensorBoard;
-use crate::metrics::Scores;
+use super::log_file::LogFile;
+use super::report::set_template;
+use super::tensorboard::TensorBoard;
 
 /// Number of steps between two lines of progress, where there is no bar.
 const LINE_EVERY: usize = 20;
@@ -44,6 +43,10 @@ pub struct Step {
     pub learning_rate: f64,
     /// Mean number of word pieces per second since the start, over all ranks, without padding.
     pub tokens_per_second: f64,
+    /// Peak of the bytes counted in device memory, where they are shown.
+    pub memory: Option<usize>,
+    /// Time that the other steps will take, where it is shown.
+    pub left: Option<Duration>,
 }
 
 impl Progress {
@@ -89,24 +92,11 @@ impl Progress {
         }
     }
 
-    /// Shows the end of an epoch after `step` steps: its mean training loss over all ranks, and the
-    /// scores on the held-out split.
-    pub fn epoch(
-        &self,
-        (number, step): (usize, usize),
-        train_loss: f64,
-        scores: Scores,
-        took: Duration,
-    ) {
-        let Scores { accuracy, f1 } = scores;
-        let numbers =
-            [("train/epoch_loss", train_loss), ("valid/accuracy", accuracy), ("valid/f1", f1)];
+    /// Prints a line after `step` steps, such as that of an evaluation, and writes its numbers to the event
+    /// file.
+    pub fn result<const N: usize>(&self, step: usize, line: &str, numbers: [(&str, f64); N]) {
         self.board.numbers(step, numbers.map(|(name, number)| (name.to_string(), number)));
-        self.note(&format!(
-            "epoch {number}  train loss {train_loss:.4}  accuracy {accuracy:.4}  F1 {f1:.4}  \
-             {:.1} s",
-            took.as_secs_f64()
-        ));
+        self.note(line);
     }
 
     /// Prints a line.
@@ -130,6 +120,13 @@ impl Progress {
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { loss, learning_rate, tokens_per_second, .. } = self;
-        write!(f, "loss {loss:.4}  lr {learning_rate:.2e}  {tokens_per_second:.0} tokens/s")
+        write!(f, "loss {loss:.4}  lr {learning_rate:.2e}  {tokens_per_second:.0} tokens/s")?;
+        if let Some(bytes) = self.memory {
+            write!(f, "  {:.2} GB", bytes as f64 / 1e9)?;
+        }
+        if let Some(left) = self.left {
+            write!(f, "  left {}", indicatif::FormattedDuration(left))?;
+        }
+        Ok(())
     }
 }

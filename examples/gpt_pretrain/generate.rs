@@ -7,12 +7,12 @@ use anyhow::{Context, Result, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use clap::Args;
 use fsdp_runtime::prelude::*;
+use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 use serde::Serialize;
 
 use crate::bpe::Bpe;
-use crate::common::parse::{number, positive};
+use crate::common::sampling::SamplingArgs;
 use crate::model::{Cache, Gpt};
 
 /// Arguments of generation.
@@ -26,17 +26,8 @@ pub struct GenerateArgs {
     #[arg(long, requires = "generate")]
     pub generate_only: bool,
 
-    /// Number of word pieces to add to a text, at most
-    #[arg(long, value_name = "N", default_value = "100", value_parser = positive)]
-    pub max_new_tokens: usize,
-
-    /// Divisor of the logits before a word piece is drawn; 0 for the most probable one in any case
-    #[arg(long, value_name = "T", default_value = "1", value_parser = temperature)]
-    pub temperature: f64,
-
-    /// Number of the most probable word pieces that one is drawn of [default: all]
-    #[arg(long, value_name = "K", value_parser = positive)]
-    pub top_k: Option<usize>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
 }
 
 /// A text, and its continuation.
@@ -68,10 +59,6 @@ pub struct Generator<'a> {
     pub args: &'a GenerateArgs,
     /// Device, without autodiff.
     pub device: Device,
-}
-
-fn temperature(text: &str) -> Result<f64, String> {
-    number(text, |number| number >= 0.0 && number.is_finite(), "a number from 0")
 }
 
 /// Accepts every text, also an empty one.
@@ -136,10 +123,11 @@ impl Generator<'_> {
         let mut cache = Cache::default();
         // At first the whole text, or the end of it that the model takes.
         let mut new = ids[start - start.min(self.positions)..].to_vec();
-        while ids.len() - start < self.args.max_new_tokens {
+        while ids.len() - start < self.args.sampling.max_new_tokens {
             let logits = self.model.next_logits(self.tensor(&new), &mut cache);
             let logits = logits.try_into_data()?.try_into_vec_as::<f32>()?;
-            let id = self.draw(&logits[..self.bpe.vocabulary().min(logits.len())], rng);
+            let known = self.bpe.vocabulary().min(logits.len());
+            let id = self.args.sampling.draw(&logits[..known], rng);
             if Some(id) == self.bpe.end_of_text() {
                 break;
             }
@@ -158,29 +146,6 @@ impl Generator<'_> {
         let ids: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
         let length = ids.len();
         Tensor::from_data(TensorData::new(ids, [1, length]), &self.device)
-    }
-
-    /// Draws an id with the probabilities of the logits.
-    fn draw(&self, logits: &[f32], rng: &mut StdRng) -> u32 {
-        let GenerateArgs { temperature, top_k, .. } = *self.args;
-        let mut order: Vec<usize> = (0..logits.len()).collect();
-        // Of equal logits, the first is the larger.
-        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
-        if temperature == 0.0 {
-            return order[0] as u32;
-        }
-        order.truncate(top_k.unwrap_or(usize::MAX));
-        let top = f64::from(logits[order[0]]);
-        let weight = |id: &usize| ((f64::from(logits[*id]) - top) / temperature).exp();
-        let weights: Vec<f64> = order.iter().map(weight).collect();
-        let mut left = rng.random::<f64>() * weights.iter().sum::<f64>();
-        for (id, weight) in order.iter().zip(&weights) {
-            left -= weight;
-            if left < 0.0 {
-                return *id as u32;
-            }
-        }
-        order[0] as u32
     }
 }
 
@@ -226,7 +191,7 @@ mod tests {
             let logits = model.forward(generator.tensor(&ids[first..]));
             let logits: Vec<f32> = logits.into_data().try_into_vec_as().unwrap();
             let last = &logits[logits.len() - bpe.vocabulary() - 7..][..bpe.vocabulary()];
-            ids.push(generator.draw(last, &mut rng));
+            ids.push(args.sampling.draw(last, &mut rng));
             if ids.len() - 1 - first == positions {
                 first = ids.len() - positions.div_ceil(2);
             }
@@ -304,31 +269,5 @@ mod tests {
         assert_eq!(two[0].1, [all[0].clone(), all[2].clone()], "at any number of ranks");
         assert_eq!(two[1].1, all[1..2]);
         assert!(all.iter().all(|text| !text.is_empty()));
-    }
-
-    #[test]
-    fn words_are_drawn_with_their_probabilities() {
-        let device = crate::common::device::DeviceName::Flex.resolve().unwrap();
-        let bpe = Bpe::train(TEXT, 300).unwrap();
-        let model = model(&bpe, 8, &device);
-        let logits = [0.0, 2.0, 1.0, -1.0];
-        let counts = |flags: &str| {
-            let args = args(flags);
-            let (model, bpe, device) = (&model, &bpe, device.clone());
-            let generator = Generator { model, bpe, positions: 8, args: &args, device };
-            let mut rng = StdRng::seed_from_u64(2);
-            let mut counts = [0; 4];
-            (0..4000).for_each(|_| counts[generator.draw(&logits, &mut rng) as usize] += 1);
-            counts
-        };
-        assert_eq!(counts("--temperature 0"), [0, 4000, 0, 0]);
-        assert_eq!(counts("--top-k 1"), [0, 4000, 0, 0]);
-        let [a, b, c, d] = counts("--temperature 1").map(|count| f64::from(count) / 4000.0);
-        for (found, logit) in [(a, 0.0f64), (b, 2.0), (c, 1.0), (d, -1.0)] {
-            let expected = logit.exp() / [0.0f64, 2.0, 1.0, -1.0].map(f64::exp).iter().sum::<f64>();
-            assert!((found - expected).abs() < 0.03, "{found} {expected}");
-        }
-        let [a, b, c, d] = counts("--top-k 2 --temperature 0.5");
-        assert!(a == 0 && d == 0 && b > 6 * c && c > 0, "{a} {b} {c} {d}");
     }
 }
