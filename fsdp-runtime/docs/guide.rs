@@ -42,6 +42,7 @@ chapters!(
     optimizers: "optimizers.md",
     checkpoints: "checkpoints.md",
     pretraining: "pretraining.md",
+    llm_finetune: "llm_finetune.md",
     processes: "processes.md",
     launch: "launch.md",
     config: "config.md",

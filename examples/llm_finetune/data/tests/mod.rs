@@ -1,0 +1,6 @@
+//! Tests across modules.
+
+mod caching;
+mod encoding;
+mod layout;
+mod transformers;

@@ -1,0 +1,4 @@
+//! Tests of the whole program: logits of transformers, worlds, packing, and resuming.
+
+mod logits;
+mod runs;

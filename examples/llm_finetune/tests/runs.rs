@@ -1,0 +1,128 @@
+//! Whole runs of the tiny model: worlds, packing, resuming, adapters.
+
+use std::path::Path;
+
+use clap::Parser;
+
+use crate::cli::Cli;
+use crate::common::checkpoints::Outcome;
+use crate::summary::Summary;
+
+/// Runs the program with short rows and no cache.
+fn run(flags: &[&str]) -> anyhow::Result<Summary> {
+    let base = "llm_finetune --quiet --device flex --token-cache none --eval-fraction 0.02 --max-length 96";
+    let flags: Vec<&str> = base.split(' ').chain(flags.iter().copied()).collect();
+    let cli = Cli::parse_from(flags);
+    match crate::run(&cli, cli.launch_settings()?)? {
+        Outcome::Finished(summary) => Ok(*summary),
+        _ => anyhow::bail!("the run was interrupted"),
+    }
+}
+
+/// Runs the program with flags that are separated by spaces.
+fn summary(flags: &str) -> Summary {
+    run(&flags.split(' ').collect::<Vec<_>>()).unwrap()
+}
+
+fn assert_close(found: f64, expected: f64, what: &str) {
+    assert!((found / expected - 1.0).abs() < 1e-5, "{what}: {found} {expected}");
+}
+
+fn path(folder: &Path) -> &str {
+    folder.to_str().unwrap()
+}
+
+/// The loss is the mean over all counted tokens, wherever the rows are.
+#[test]
+fn losses_are_those_of_one_rank() {
+    let one = summary("--world-size 1 --batch-size 8 --steps 3");
+    assert_eq!(one.losses.len(), 3);
+    for flags in [
+        "--world-size 2 --batch-size 4 --steps 3",
+        "--world-size 4 --batch-size 2 --steps 3 --strategy NO_SHARD",
+        "--world-size 2 --batch-size 1 --accumulate 4 --steps 3",
+        "--world-size 2 --batch-size 4 --steps 3 --recompute",
+        "--world-size 2 --batch-size 4 --steps 3 --pad-to-max-length",
+    ] {
+        let other = summary(flags);
+        for (found, expected) in other.losses.iter().zip(&one.losses) {
+            assert_close(*found, *expected, flags);
+        }
+        assert_close(other.perplexity.unwrap(), one.perplexity.unwrap(), flags);
+    }
+}
+
+/// The held-out conversations are the same, in rows of their own or packed.
+#[test]
+fn packed_conversations_have_the_loss_that_they_have_alone() {
+    let flags = "--world-size 2 --batch-size 2 --steps 1 --packing";
+    let alone = summary(&format!("{flags} none"));
+    for packing in ["first-fit", "in-order"] {
+        let packed = summary(&format!("{flags} {packing}"));
+        let (found, expected) = (packed.perplexity_before, alone.perplexity_before);
+        assert_close(found.unwrap(), expected.unwrap(), packing);
+    }
+}
+
+/// Also in the middle of an epoch, with the numbers of early stopping.
+#[test]
+fn a_resumed_run_ends_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = |name: &str| folder.path().join(name);
+    let flags =
+        ["--batch-size", "4", "--steps", "6", "--eval-every", "2", "--packing", "first-fit"];
+    let with = |more: &[&str]| run(&[&flags, more].concat()).unwrap();
+    let whole = with(&["--save", path(&place("whole"))]);
+    let checkpoints = place("checkpoints");
+    let save = ["--save-dir", path(&checkpoints), "--resume", "auto"];
+    let first = with(&[&save[..], &["--stop-after", "3"]].concat());
+    let second = with(&[&save[..], &["--save", path(&place("resumed"))]].concat());
+    assert_eq!((first.losses.len(), second.losses.len()), (3, 3));
+    assert_eq!([first.losses, second.losses].concat(), whole.losses);
+    assert_eq!(second.perplexity, whole.perplexity);
+    let weights = |name: &str| std::fs::read(place(name).join("model.safetensors")).unwrap();
+    assert!(weights("whole") == weights("resumed"), "the same weights");
+}
+
+/// A saved model is read back, gets adapters, and these are read back too.
+#[test]
+fn adapters_are_trained_on_a_saved_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, adapters) = (folder.path().join("model"), folder.path().join("adapters"));
+    let trained = run(&["--steps", "3", "--save", path(&model), "--save-dtype", "f32"]).unwrap();
+    let tune = ["--model", path(&model), "--steps", "3"];
+    let lora = ["--lora", "4", "--learning-rate", "1e-2", "--save", path(&adapters)];
+    let tuned = run(&[&tune[..], &lora].concat()).unwrap();
+    // New adapters change nothing.
+    assert_eq!(tuned.perplexity_before, trained.perplexity);
+    assert!(tuned.perplexity < tuned.perplexity_before, "{tuned}");
+    for file in ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"] {
+        assert!(adapters.join(file).is_file(), "{file}");
+    }
+    let again = run(&[&tune[..], &["--adapters", path(&adapters)]].concat()).unwrap();
+    assert_eq!(again.perplexity_before, tuned.perplexity);
+    let stored = run(&[&tune[..], &lora, &["--quantize", "nf4"]].concat()).unwrap();
+    assert!(stored.sharded_bytes_per_rank < tuned.sharded_bytes_per_rank / 3);
+}
+
+#[test]
+fn the_run_ends_when_the_loss_no_longer_falls() {
+    let flags = "--steps 40 --batch-size 1 --eval-every 1 --patience 2 --learning-rate 0.5";
+    let ended = summary(flags);
+    assert!(ended.steps < 40, "{} steps", ended.steps);
+}
+
+/// The answer of a model does not depend on the number of ranks, which generate different numbers of tokens.
+#[test]
+fn answers_do_not_depend_on_the_ranks() {
+    let texts = |world: &str, batch: &str| {
+        let ranks = ["--world-size", world, "--batch-size", batch, "--steps", "1"];
+        let messages = ["--generate", "What is 2 + 3?", "--generate", "Hello", "--generate", "Bye"];
+        let flags = [&ranks[..], &messages, &["--max-new-tokens", "5", "--temperature", "0.1"]];
+        let answers = run(&flags.concat()).unwrap().answers;
+        answers.into_iter().map(|answer| answer.text).collect::<Vec<_>>()
+    };
+    let one = texts("1", "4");
+    assert_eq!(one.len(), 3);
+    assert_eq!(texts("2", "2"), one);
+}
