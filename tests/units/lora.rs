@@ -174,6 +174,120 @@ fn a_name_that_matches_nothing_is_an_error_with_the_candidates() {
     assert!(candidates.contains(&"classifier".to_string()), "{candidates:?}");
 }
 
+/// Returns the ranks and scales of the adapters of the first block, by the names of their layers.
+fn scales(lora: &LoraConfig) -> Vec<(&'static str, usize, f64)> {
+    let net = lora.apply(net()).unwrap();
+    let Block { attention, value } = &net.layers[0];
+    let value = value.as_ref().unwrap();
+    let layers = [("query", &attention.query), ("inner", &attention.value), ("outer", value)];
+    let layers = layers.into_iter();
+    layers
+        .filter_map(|(name, layer)| {
+            let adapter = layer.weight.adapter()?;
+            assert_eq!(adapter.a.dims()[1], adapter.b.dims()[0]);
+            Some((name, adapter.a.dims()[1], adapter.scale))
+        })
+        .collect()
+}
+
+#[test]
+fn patterns_give_layers_ranks_and_alphas_of_their_own() {
+    let lora = LoraConfig::new(2).with_alpha(6.0);
+    assert_eq!(scales(&lora), [("query", 2, 3.0), ("inner", 2, 3.0), ("outer", 2, 3.0)]);
+    // A checkpoint key, and a pattern that comes before one that matches too.
+    let ranked = lora.clone().with_rank_pattern([("self.query", 4), ("query|value", 3)]);
+    assert_eq!(scales(&ranked), [("query", 4, 1.5), ("inner", 3, 2.0), ("outer", 3, 2.0)]);
+    let both = ranked.with_alpha_pattern([(r"layers\.\d\.value", 12.0)]);
+    assert_eq!(scales(&both), [("query", 4, 1.5), ("inner", 3, 2.0), ("outer", 3, 4.0)]);
+
+    let wrong = lora.clone().with_rank_pattern([("valu", 4)]).apply(net()).unwrap_err();
+    let LoraError::UnmatchedPattern { setting, pattern, candidates } = &wrong else {
+        panic!("{wrong}")
+    };
+    assert_eq!((*setting, pattern.as_str(), candidates.len()), ("rank_pattern", "valu", 4));
+    let targets = lora.clone().with_target_modules(["query"]);
+    let error = targets.with_alpha_pattern([("value", 1.0)]).apply(net()).unwrap_err();
+    assert!(error.to_string().starts_with("`alpha_pattern` has `value`, which matches no layer"));
+    let error = lora.with_rank_pattern([("v(", 4)]).apply(net()).unwrap_err();
+    assert!(matches!(error, LoraError::Pattern { setting: "rank_pattern", .. }), "{error}");
+}
+
+#[test]
+fn the_factor_of_rslora_is_alpha_by_the_root_of_the_rank() {
+    let lora = LoraConfig::new(16).with_alpha(8.0).with_target_modules(["query"]);
+    assert_eq!(scales(&lora), [("query", 16, 0.5)]);
+    let net = lora.with_rslora(true).apply(net()).unwrap();
+    let weight = net.layers[0].attention.query.weight.clone();
+    // A base of zeros, and factors of ones: an element is the factor, 8 / 4, times the rank.
+    let paths = trained(&net);
+    assert_eq!(paths[..2].len(), 2);
+    assert!(paths[0].ends_with("query.weight.lora.a"), "the paths are those of Burn: {paths:?}");
+    struct Ones(usize);
+    impl burn::module::ModuleMapper for Ones {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            self.0 += 1;
+            let number = f64::from(u8::from(self.0 > 1));
+            param.map(|tensor| tensor.zeros_like() + number)
+        }
+    }
+    let ones = Module::map(weight, &mut Ones(0));
+    assert_eq!(ones.val().into_data().iter::<f32>().next(), Some(2.0 * 16.0));
+}
+
+#[test]
+fn excluded_modules_and_the_output_layer_have_no_adapter() {
+    let lora = || LoraConfig::new(2);
+    let both = |name: &str| [0, 1].map(|index| format!("layers.{index}.{name}"));
+    let excluded = lora().with_excluded_modules(["attention", "classifier"]);
+    assert_eq!(adapted(excluded), both("value"));
+    let query = lora().with_target_modules(["value"]).with_excluded_modules(["layers.0"]);
+    assert_eq!(adapted(query), ["layers.1.attention.value", "layers.1.value"]);
+    assert_eq!(adapted(lora().with_target_modules(["all-linear"])).len(), 7);
+    let error = lora().with_excluded_modules(["lm_head"]).apply(net()).unwrap_err();
+    let LoraError::ExcludedModules { modules, .. } = &error else { panic!("{error}") };
+    assert_eq!(modules, &["lm_head"]);
+    let error = lora().with_target_modules(["query"]).with_excluded_modules(["attention"]);
+    assert!(matches!(error.apply(net()), Err(LoraError::Targets { .. })));
+
+    #[derive(Module, Debug)]
+    #[fsdp_unit(root)]
+    struct Decoder {
+        up: Linear,
+        lm_head: Linear,
+    }
+
+    #[fsdp_unit]
+    impl Decoder {
+        pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+            self.lm_head.forward(self.up.forward(x))
+        }
+    }
+
+    let linear = || LinearConfig::new(8, 8).init(&Device::flex());
+    let apply = |lora: LoraConfig| {
+        let net = lora.apply(Decoder { up: linear(), lm_head: linear() }).unwrap();
+        [net.up, net.lm_head].map(|layer| layer.weight.adapter().is_some())
+    };
+    assert_eq!(apply(lora()), [true, true]);
+    assert_eq!(apply(lora().with_target_modules(["All-Linear"])), [true, false]);
+}
+
+#[test]
+fn dropout_of_burns_layers_is_an_error_that_names_them() {
+    let lora = LoraConfig::new(2).with_target_modules(["query"]);
+    assert!(lora.clone().with_dropout(0.0).apply(net()).is_ok());
+    let error = lora.clone().with_dropout(0.1).apply(net()).unwrap_err();
+    let LoraError::DropoutLayers { layers } = &error else { panic!("{error}") };
+    assert_eq!(
+        layers,
+        &["layers.*.attention.query (in checkpoints layers.*.attention.self.query)"]
+    );
+    for prob in [-0.1, 1.0, f64::NAN] {
+        let error = lora.clone().with_dropout(prob).apply(net()).unwrap_err();
+        assert!(matches!(error, LoraError::Dropout { .. }), "{error}");
+    }
+}
+
 #[test]
 fn adapters_are_attached_once() {
     let lora = LoraConfig::new(2).with_target_modules(["query"]);
@@ -181,6 +295,8 @@ fn adapters_are_attached_once() {
     let error = lora.apply(net).unwrap_err();
     let LoraError::AlreadyAttached { path, .. } = &error else { panic!("{error}") };
     assert_eq!(path, "layers.0.attention.query.weight");
+    let net = lora.clone().with_rslora(true).apply(self::net()).unwrap();
+    assert!(matches!(lora.apply(net), Err(LoraError::AlreadyAttached { .. })));
     assert_eq!(LoraConfig::new(0).apply(self::net()).unwrap_err(), LoraError::Rank);
     for alpha in [0.0, -1.0, f64::NAN] {
         let error = LoraConfig::new(2).with_alpha(alpha).apply(self::net()).unwrap_err();

@@ -3,6 +3,7 @@
 use burn::module::{LoraAdapter, Param};
 use burn::tensor::{Bool, Int, Tensor};
 
+use super::adapter::AttachedLora;
 use super::contract::{FsdpModule, ParamMapper, ParamVisitor, visit_module};
 use super::node::{Child, Kind, LEAF, Node};
 use super::param::Sharded;
@@ -16,21 +17,30 @@ impl<const D: usize> FsdpModule for Param<Tensor<D>> {
             visitor.enter(&LORA, None);
             lora.a.visit_field(&FACTORS[0], visitor);
             lora.b.visit_field(&FACTORS[1], visitor);
+            if let Some(dropout) =
+                Sharded::lora_settings_of(self).and_then(|it| it.dropout.as_ref())
+            {
+                visitor.random_source(dropout);
+            }
             visitor.exit();
         }
     }
 
     fn map_params<P: ParamMapper>(self, mapper: &mut P) -> Self {
-        let Some(LoraAdapter { a, b, scale }) = self.adapter().cloned() else {
+        let Some(AttachedLora { lora, settings }) = AttachedLora::of(&self) else {
             return mapper.param(self);
         };
+        let (LoraAdapter { a, b, scale }, mut settings) = (lora.clone(), settings.cloned());
         let base = mapper.param(self);
         mapper.enter(&LORA, None);
         let a = a.map_field(&FACTORS[0], mapper);
         let b = b.map_field(&FACTORS[1], mapper);
+        if let Some(settings) = &mut settings {
+            settings.dropout = settings.dropout.take().map(|dropout| mapper.random_source(dropout));
+        }
         mapper.exit();
         match Sharded::of(&base).cloned() {
-            Some(sharded) => sharded.with_lora(LoraAdapter { a, b, scale }).put_on(base),
+            Some(sharded) => sharded.with_lora(LoraAdapter { a, b, scale }, settings).put_on(base),
             None => base,
         }
     }

@@ -193,6 +193,10 @@ pub trait ParamVisitor {
     fn fixed(&mut self) {}
     /// Visits a layer that draws from the model's random stream.
     fn random_source<R: RandomSource>(&mut self, _source: &R) {}
+    /// Visits a linear layer that applies a LoRA adapter to its input, in place of adding it to the
+    /// weight. The weight comes next.
+    #[doc(hidden)]
+    fn applies_adapters(&mut self) {}
     /// Visits a module of the type `ty` whose forward cannot be recomputed, because a second run on
     /// the same input has another result or another side effect. `instead` says what to use.
     #[doc(hidden)]

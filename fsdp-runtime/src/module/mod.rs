@@ -2,9 +2,10 @@
 //! the visitors and mappers over its parameters, and the values that a unit's forward takes and
 //! returns.
 //!
-//! Order of the files, from the bottom up: `node`, `random`, `param`, `contract`, `path`,
+//! Order of the files, from the bottom up: `node`, `random`, `adapter`, `param`, `contract`, `path`,
 //! `containers`, `opaque`, `burn_nn`, `unit_type`, `unit_value`, `const_check`, `lora`.
 
+mod adapter;
 mod burn_nn;
 pub(crate) mod const_check;
 mod containers;
@@ -18,6 +19,7 @@ mod random;
 mod unit_type;
 mod unit_value;
 
+pub(crate) use self::adapter::{AdapterDropout, AdapterSettings, ConfiguredLora};
 pub use self::contract::{FsdpModule, FsdpUnit, HookedForward, ParamMapper, ParamVisitor};
 pub use self::node::{Child, Forward, Kind, LEAF, Node, Tie};
 pub use self::param::Sharded;

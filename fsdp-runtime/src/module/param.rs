@@ -15,7 +15,9 @@ use burn::module::{
     ModuleVisitor, Param, Reparameterization, Reparameterizer,
 };
 use burn::tensor::{DType, Device, DispatchTensor, Tensor};
+use fsdp_kernels::MaskSource;
 
+use super::adapter::{AdapterSettings, AttachedLora};
 use super::random::Draw;
 use crate::error::{Error, raise};
 
@@ -137,6 +139,9 @@ pub struct Sharded {
     pub(crate) index: ParamIndex,
     /// LoRA adapter of the parameter. The two factors of the adapter are sharded parameters too.
     pub(super) lora: Option<LoraAdapter>,
+    /// Settings of the adapter that Burn's has no field for, if it has any.
+    #[module(skip)]
+    settings: Option<AdapterSettings>,
     marker: VisitMarker,
 }
 
@@ -175,12 +180,12 @@ impl Sharded {
 
     pub(crate) fn new(runtime: Arc<dyn Runtime>, index: ParamIndex) -> Self {
         let marker = VisitMarker { runtime: runtime.clone(), index };
-        Self { runtime, index, lora: None, marker }
+        Self { runtime, index, lora: None, settings: None, marker }
     }
 
     /// Adds a LoRA adapter whose factors are sharded already.
-    pub(super) fn with_lora(self, lora: LoraAdapter) -> Self {
-        Self { lora: Some(lora), ..self }
+    pub(super) fn with_lora(self, lora: LoraAdapter, settings: Option<AdapterSettings>) -> Self {
+        Self { lora: Some(lora), settings, ..self }
     }
 
     /// Takes the reparameterization of the parameter that Burn's own traversal visited last. Burn
@@ -199,7 +204,20 @@ impl Sharded {
 
     /// Returns the LoRA adapter of a parameter, sharded or not.
     pub(crate) fn lora_of<const D: usize>(param: &Param<Tensor<D>>) -> Option<&LoraAdapter> {
-        Self::of(param).and_then(|sharded| sharded.lora.as_ref()).or_else(|| param.adapter())
+        match Self::of(param) {
+            Some(sharded) => sharded.lora.as_ref(),
+            None => AttachedLora::of(param).map(|attached| attached.lora),
+        }
+    }
+
+    /// Returns the settings of a parameter's LoRA adapter that Burn's has no field for, sharded or not.
+    pub(crate) fn lora_settings_of<const D: usize>(
+        param: &Param<Tensor<D>>,
+    ) -> Option<&AdapterSettings> {
+        match Self::of(param) {
+            Some(sharded) => sharded.settings.as_ref(),
+            None => AttachedLora::of(param).and_then(|attached| attached.settings),
+        }
     }
 
     /// Attaches the reparameterization to a parameter and replaces any other one.
@@ -229,26 +247,36 @@ pub(crate) struct AdapterFactors {
     pub(crate) b: Tensor<2>,
     /// Factor of the product of `a` and `b`.
     pub(crate) scale: f64,
+    /// Mask of the adapter's input, if elements of it are dropped.
+    pub(crate) dropout: Option<MaskSource>,
 }
 
 impl AdaptedWeight {
-    /// Returns the full value of a matrix, sharded or not. A reparameterization other than LoRA is
-    /// applied.
-    pub(crate) fn of(param: &Param<Tensor<2>>) -> Self {
-        let factors = |lora: &LoraAdapter| {
-            let LoraAdapter { a, b, scale } = lora;
-            AdapterFactors { a: a.val(), b: b.val(), scale: *scale }
+    /// Returns the full value of a matrix, sharded or not, for an input on `device`. A
+    /// reparameterization other than LoRA is applied.
+    ///
+    /// A mask of the adapter's input is drawn on an autodiff device, while a factor is trained.
+    pub(crate) fn of(param: &Param<Tensor<2>>, device: &Device) -> Self {
+        let factors = |LoraAdapter { a, b, scale }: &LoraAdapter| {
+            let trains = || {
+                device.is_autodiff() && [a, b].iter().any(|factor| factor.base().is_require_grad())
+            };
+            let dropout = Sharded::lora_settings_of(param).and_then(|it| it.dropout.as_ref());
+            let dropout = dropout.filter(|_| trains()).map(|dropout| dropout.next_mask());
+            AdapterFactors { a: a.val(), b: b.val(), scale: *scale, dropout }
         };
-        match (Sharded::of(param), param.adapter()) {
-            (Some(sharded), _) => Self {
+        let lora = Sharded::lora_of(param);
+        match Sharded::of(param) {
+            Some(sharded) => Self {
                 base: sharded.gathered(param.base()),
-                adapter: sharded.lora.as_ref().map(factors),
+                adapter: lora.map(factors),
                 reduce_dtype: Some(sharded.runtime.reduce_dtype(sharded.index)),
             },
-            (None, Some(lora)) => {
-                Self { base: param.base(), adapter: Some(factors(lora)), reduce_dtype: None }
-            }
-            (None, None) => Self { base: param.val(), adapter: None, reduce_dtype: None },
+            None => Self {
+                base: if lora.is_some() { param.base() } else { param.val() },
+                adapter: lora.map(factors),
+                reduce_dtype: None,
+            },
         }
     }
 }

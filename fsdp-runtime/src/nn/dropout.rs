@@ -6,7 +6,6 @@
 //! call and element.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::config::Config;
 use burn::module::{Flag, Module, Param};
@@ -14,7 +13,6 @@ use burn::tensor::{Device, Tensor};
 use fsdp_kernels::MaskSource;
 
 use crate::backend::ops::dropout_tracked;
-use crate::layout::mix;
 use crate::module::{
     FsdpModule, Kind, Node, ParamMapper, ParamVisitor, RandomSource, RandomStream, Source,
 };
@@ -38,12 +36,8 @@ impl DropoutConfig {
             "dropout probability {} is not in [0, 1)",
             self.prob
         );
-        // Sharding replaces the number by a hash of the layer's path. Until then distinct numbers
-        // give the layers distinct masks.
-        static LAYERS: AtomicU64 = AtomicU64::new(1);
-        let layer = LAYERS.fetch_add(1, Ordering::Relaxed);
-        let source = Source::new(RandomStream::new(0, 0), layer);
-        Dropout { prob: self.prob, training: Param::from_bool(true), source }
+        let training = Param::from_bool(true);
+        Dropout { prob: self.prob, training, source: Source::unsharded() }
     }
 }
 
@@ -88,8 +82,7 @@ impl Dropout {
 
 impl RandomSource for Dropout {
     fn with_stream(mut self, stream: &Arc<RandomStream>, path: &str) -> Self {
-        let layer = path.bytes().fold(0, |hash, byte| mix(hash ^ u64::from(byte)));
-        self.source = Source::new(stream.clone(), layer);
+        self.source = Source::of_layer(stream, path);
         self
     }
 }

@@ -5,7 +5,7 @@ use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay,
 use burn::nn::LinearLayout;
 use burn::tensor::{DType, Device, Tensor, activation};
 
-use crate::backend::ops::{LinearParams, SharedInput, linear_tracked};
+use crate::backend::ops::{LinearParams, SharedInput, dropout_tracked, linear_tracked};
 use crate::module::{AdaptedWeight, AdapterFactors, FsdpModule, Node, ParamMapper, ParamVisitor};
 
 pub use fsdp_kernels::LinearActivation;
@@ -107,7 +107,8 @@ impl Linear {
         input: Tensor<D>,
         activation: LinearActivation,
     ) -> Tensor<D> {
-        apply(input, self.params(), activation)
+        let params = self.params(&input.device());
+        apply(input, params, activation)
     }
 
     /// Applies several layers to one input, such as those of query, key and value. The results are in
@@ -117,7 +118,8 @@ impl Linear {
         layers: [&Self; N],
         input: Tensor<D>,
     ) -> [Tensor<D>; N] {
-        let params = layers.map(Self::params);
+        let device = input.device();
+        let params = layers.map(|layer| layer.params(&device));
         let Some((common, sum)) = SharedInput::new(&input) else {
             return params.map(|params| apply(input.clone(), params, Default::default()));
         };
@@ -128,9 +130,9 @@ impl Linear {
         })
     }
 
-    /// Returns the full parameters.
-    fn params(&self) -> LinearParams {
-        let weight = AdaptedWeight::of(&self.weight);
+    /// Returns the full parameters, for an input on `device`.
+    fn params(&self, device: &Device) -> LinearParams {
+        let weight = AdaptedWeight::of(&self.weight, device);
         LinearParams { weight, bias: self.bias.as_ref().map(Param::val) }
     }
 }
@@ -193,23 +195,31 @@ fn check_input<const D: usize>(input: &Tensor<D>, weight: &Tensor<2>) {
     assert_eq!(last, d_input, "the last dimension of the input must be `d_input`");
 }
 
-/// Applies the layer by Burn's operations, with the adapter added to the weight, as Burn's layer does.
+/// Applies the layer by Burn's operations, with the adapter added to the weight, as Burn's layer does. An
+/// adapter whose input is masked is added to the result.
 fn composed<const D: usize>(
     input: Tensor<D>,
     params: LinearParams,
     activation: LinearActivation,
 ) -> Tensor<D> {
     let LinearParams { weight: AdaptedWeight { base, adapter, .. }, bias } = params;
-    let weight = match adapter {
-        Some(AdapterFactors { a, b, scale }) => {
+    let linear = burn::tensor::module::linear;
+    let output = match adapter {
+        Some(AdapterFactors { a, b, scale, dropout: None }) => {
             let addition = a.matmul(b).mul_scalar(scale);
             let is_dense = base.dtype().is_float();
             let base = if is_dense { base.cast(addition.dtype()) } else { base };
-            base + addition
+            linear(input, base + addition, bias)
         }
-        None => base,
+        Some(AdapterFactors { a, b, scale, dropout: Some(mask) }) => {
+            let is_dense = base.dtype().is_float();
+            let base = if is_dense { base.cast(a.dtype()) } else { base.dequantize() };
+            let dropped = dropout_tracked(&mask, input.clone());
+            let low = linear(dropped, a, None).mul_scalar(scale);
+            linear(input, base, bias) + linear(low, b, None)
+        }
+        None => linear(input, base, bias),
     };
-    let output = burn::tensor::module::linear(input, weight, bias);
     match activation {
         LinearActivation::Identity => output,
         LinearActivation::Gelu => super::gelu(output),
@@ -253,6 +263,7 @@ impl FsdpModule for Linear {
     const LAYOUT: Node = <burn::nn::Linear as FsdpModule>::LAYOUT;
 
     fn visit_params<V: ParamVisitor>(&self, visitor: &mut V) {
+        visitor.applies_adapters();
         if let [weight, bias] = Self::LAYOUT.children {
             self.weight.visit_field(weight, visitor);
             self.bias.visit_field(bias, visitor);

@@ -3,6 +3,8 @@
 use burn::module::{Lora, Module, ModuleMapper, Param};
 use burn::tensor::activation::{gelu, gelu_approximate, relu, silu};
 use burn::tensor::{Device, FloatDType, Tensor};
+use fsdp_runtime::FsdpModule;
+use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::nn::{Linear, LinearActivation, LinearConfig, linear};
 
 use super::rows::{assert_rounded_by, matrix, share};
@@ -123,6 +125,18 @@ impl ModuleMapper for Fill {
     }
 }
 
+/// Gives matrices the tensors of a list, which stay leaves of the graph, in the order in which Burn visits
+/// them.
+struct FillLeaves(Vec<Tensor<2>>);
+
+impl ModuleMapper for FillLeaves {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let tensor = self.0.remove(0);
+        assert_eq!(D, 2, "a matrix");
+        param.map(|_| Tensor::from_dispatch(tensor.into_dispatch()))
+    }
+}
+
 /// Returns this crate's layer with the parameters of `tensors`.
 fn layer(tensors: &Tensors) -> Linear {
     let [inputs, outputs] = tensors.weight.dims();
@@ -223,6 +237,75 @@ fn layers_of_one_input_have_the_results_of_each_alone() {
                 let rounding = share(product_dtype(&device, FloatDType::F32));
                 assert_rounded_by(rounding, found, &expected, &format!("{used}, {device:?}"));
             }
+        }
+    }
+}
+
+/// Two layers of one input.
+#[derive(Module, FsdpModule, Debug)]
+struct Pair {
+    first: Linear,
+    second: Linear,
+}
+
+/// The mask of an adapter's input, as the output shows it, is that of the gradients.
+#[test]
+fn dropout_of_an_adapters_input_has_one_mask_in_both_passes() {
+    const WIDTH: usize = 12;
+    const ROWS: usize = 33;
+    let (prob, scale) = (0.25, 0.5);
+    for device in devices() {
+        let numbers = |rows, seed| matrix([rows, WIDTH], 1.0, seed, &device, FloatDType::F32);
+        // No element is zero: the mask is seen in each.
+        let input = numbers(ROWS, 1) + 2.0;
+        let (weight, of_output) = (numbers(WIDTH, 2), numbers(ROWS, 3));
+        // With factors that are the identity, the adapter adds `scale` times its input.
+        let eye = Tensor::<2>::eye(WIDTH, &device);
+        let tracked = |matrix: &Tensor<2>| Tensor::<2>::from_inner(matrix.clone()).require_grad();
+        let params = [(); 2].map(|()| [&weight, &eye, &eye].map(tracked));
+        let config = LinearConfig::new(WIDTH, WIDTH).with_bias(false);
+        let layer = || config.init(&device.clone().autodiff());
+        let lora = LoraConfig::new(WIDTH).with_alpha(scale * WIDTH as f64).with_dropout(prob);
+        let pair = lora.apply(Pair { first: layer(), second: layer() }).expect("two layers");
+        let mut fill = FillLeaves(params.clone().concat());
+        let pair = pair.map(&mut fill);
+        let layers = [&pair.first, &pair.second];
+        let plain = input.clone().matmul(weight.clone());
+        let expected = elements_of(&(plain.clone() + input.clone() * scale));
+        let valid = pair.valid().first.forward(input.clone());
+        assert_rounded_by(1e-5, &elements_of(&valid), &expected, "evaluation drops nothing");
+        for together in [true, false] {
+            let x = Tensor::<2>::from_inner(input.clone()).require_grad();
+            let outputs = match together {
+                true => Linear::forward_each(layers, x.clone()),
+                false => layers.map(|layer| layer.forward(x.clone())),
+            };
+            let weighted = |y: Tensor<2>| (y * Tensor::from_inner(of_output.clone())).sum();
+            let [first, second] = outputs.clone().map(weighted);
+            let gradients = (first + second).backward();
+            let mut of_input = input.zeros_like();
+            let mut masks = Vec::new();
+            for ([_, factors @ ..], output) in params.iter().zip(outputs) {
+                let mask = (output.inner() - plain.clone()) / (input.clone() * scale);
+                let kept = mask.greater_elem(0.5).float() / (1.0 - prob);
+                masks.push(elements_of(&kept));
+                let dropped = input.clone() * kept.clone();
+                let of_factor =
+                    elements_of(&(dropped.transpose().matmul(of_output.clone()) * scale));
+                for factor in factors {
+                    let found = factor.grad(&gradients).expect("a gradient of each factor");
+                    assert_rounded_by(1e-5, &elements_of(&found), &of_factor, "a factor");
+                }
+                of_input = of_input
+                    + of_output.clone().matmul(weight.clone().transpose())
+                    + of_output.clone() * kept * scale;
+            }
+            let found = elements_of(&x.grad(&gradients).expect("a gradient of the input"));
+            assert_rounded_by(1e-5, &found, &elements_of(&of_input), "the input");
+            assert_ne!(masks[0], masks[1], "each layer has a mask of its own");
+            let dropped = masks.iter().flatten().filter(|kept| **kept == 0.0).count();
+            let share = dropped as f64 / (2 * ROWS * WIDTH) as f64;
+            assert!((share - prob).abs() < 0.06, "{share} on {device:?}");
         }
     }
 }

@@ -55,7 +55,7 @@ pub(crate) fn dropout_tracked<const D: usize>(source: &MaskSource, input: Tensor
 }
 
 /// Returns the tensor multiplied by a dropout mask, without lowering it.
-fn drop_elements<B: ModelBackend>(tensor: Float<B>, source: &MaskSource) -> Float<B> {
+pub(super) fn drop_elements<B: ModelBackend>(tensor: Float<B>, source: &MaskSource) -> Float<B> {
     let (dtype, source) = (tensor.dtype(), *source);
     B::defer_one(tensor, dtype, move |buffer| B::Raw::dropout(buffer, &source))
 }

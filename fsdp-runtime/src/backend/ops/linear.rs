@@ -1,7 +1,7 @@
 //! A linear layer with bias, activation and low-rank adapter as one operation.
 //!
 //! The operation saves its input, the input's product with the first factor of the adapter, and, for an
-//! activation, the result before it. The weight and the other parameters are views of gather buffers or
+//! activation, the result before it. Dropout of the adapter's input is generated again in backward. The weight and the other parameters are views of gather buffers or
 //! parameters themselves, and take no memory of their own.
 
 mod backward;
@@ -11,7 +11,7 @@ mod shared_input;
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Tensor};
-use fsdp_kernels::{LinearActivation, Tracked};
+use fsdp_kernels::{LinearActivation, MaskSource, Tracked};
 
 use self::forward::record;
 use self::matrices::{in_shape, rows};
@@ -56,7 +56,9 @@ pub(crate) fn linear_tracked<const D: usize>(
     }
     let rule = Rule {
         activation,
-        scale: adapter.as_ref().map(|adapter| adapter.scale),
+        adapter: adapter
+            .as_ref()
+            .map(|adapter| LowRankRule { scale: adapter.scale, dropout: adapter.dropout }),
         has_bias: bias.is_some(),
         gradient_dtype: *reduce_dtype,
     };
@@ -79,19 +81,28 @@ pub(crate) fn linear_tracked<const D: usize>(
 #[derive(Clone, Copy, Debug)]
 struct Rule {
     activation: LinearActivation,
-    /// Scale of the adapter, if there is one.
-    scale: Option<f64>,
+    /// Rule of the adapter, if there is one.
+    adapter: Option<LowRankRule>,
     has_bias: bool,
     /// Dtype of the gradients of the parameters; `None` for that of the parameters.
     gradient_dtype: Option<DType>,
+}
+
+/// How an adapter is computed.
+#[derive(Clone, Copy, Debug)]
+struct LowRankRule {
+    /// Factor of the product of its factors.
+    scale: f64,
+    /// Mask of its input, if elements of it are dropped.
+    dropout: Option<MaskSource>,
 }
 
 /// The parameters of a layer by name.
 #[derive(Clone, Debug)]
 struct Params<T> {
     weight: T,
-    /// The factors of the adapter, and its scale.
-    low_rank: Option<([T; 2], f64)>,
+    /// The factors of the adapter, and its rule.
+    low_rank: Option<([T; 2], LowRankRule)>,
     bias: Option<T>,
 }
 
@@ -101,7 +112,7 @@ impl<T> Params<T> {
         let mut params = params.into_iter();
         let mut next = || params.next().expect("the parameters that the rule names");
         let weight = next();
-        let low_rank = rule.scale.map(|scale| ([next(), next()], scale));
+        let low_rank = rule.adapter.map(|adapter| ([next(), next()], adapter));
         let bias = rule.has_bias.then(next);
         Self { weight, low_rank, bias }
     }

@@ -1,17 +1,12 @@
 //! The configuration of LoRA adapters.
 
-use std::collections::BTreeSet;
-
-use super::attach::Attach;
-use super::survey::{LinearLayer, Survey};
-use crate::error::LoraError;
-use crate::module::{FsdpModule, ModulePath, UnitType};
+use crate::module::UnitType;
 
 /// LoRA adapters for the linear layers of a model, as in Hugging Face's PEFT.
 ///
 /// An adapter adds `alpha / rank · (a @ b)` to a matrix of shape `[inputs, outputs]`, with trained
 /// factors `a` of shape `[inputs, rank]` and `b` of shape `[rank, outputs]` ([LoRA], section 4.1).
-/// `a` is initialised as in PEFT, uniformly within `±1 / sqrt(inputs)`, and `b` with zeros: the
+/// [`with_rslora`](Self::with_rslora) divides by the root of the rank. `a` is initialised as in PEFT, uniformly within `±1 / sqrt(inputs)`, and `b` with zeros: the
 /// model's outputs do not change at first. Parameters are not initialised by attaching adapters.
 ///
 /// [LoRA]: https://arxiv.org/abs/2106.09685
@@ -56,11 +51,18 @@ use crate::module::{FsdpModule, ModulePath, UnitType};
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 pub struct LoraConfig {
-    rank: usize,
-    alpha: f64,
-    target_modules: Vec<String>,
-    target_units: Vec<UnitType>,
-    modules_to_save: Vec<String>,
+    pub(super) rank: usize,
+    pub(super) alpha: f64,
+    /// Probability of dropping an element of an adapter's input.
+    pub(super) dropout: f64,
+    /// Whether alpha is divided by the root of the rank.
+    pub(super) rank_stabilised: bool,
+    pub(super) rank_pattern: Vec<(String, usize)>,
+    pub(super) alpha_pattern: Vec<(String, f64)>,
+    pub(super) target_modules: Vec<String>,
+    pub(super) excluded_modules: Vec<String>,
+    pub(super) target_units: Vec<UnitType>,
+    pub(super) modules_to_save: Vec<String>,
 }
 
 impl LoraConfig {
@@ -69,7 +71,12 @@ impl LoraConfig {
         Self {
             rank,
             alpha: rank as f64,
+            dropout: 0.0,
+            rank_stabilised: false,
+            rank_pattern: Vec::new(),
+            alpha_pattern: Vec::new(),
             target_modules: Vec::new(),
+            excluded_modules: Vec::new(),
             target_units: Vec::new(),
             modules_to_save: Vec::new(),
         }
@@ -81,14 +88,77 @@ impl LoraConfig {
         self
     }
 
+    /// Sets the probability of zeroing an element of an adapter's input in training, in `[0, 1)`. The
+    /// other elements are multiplied by `1 / (1 - prob)`. The input of the matrix itself is not changed.
+    /// Default: 0. PEFT's `lora_dropout`.
+    ///
+    /// The masks are drawn as those of [`nn::Dropout`](crate::nn::Dropout). An adapter drops elements on
+    /// an autodiff device, while its factors are trained. Only [`nn::Linear`](crate::nn::Linear) has an
+    /// adapter's input. `weight.val()` has the adapter added, without dropout.
+    ///
+    /// With a probability above 0, or [`with_rslora`](Self::with_rslora), `Param::adapter` returns `None`
+    /// for a matrix with an adapter, as it does in a sharded model.
+    pub fn with_dropout(mut self, prob: f64) -> Self {
+        self.dropout = prob;
+        self
+    }
+
+    /// Sets whether the factor of an adapter is `alpha / sqrt(rank)` in place of `alpha / rank`, so that
+    /// the size of its gradients does not depend on the rank ([rsLoRA]). Default: false. PEFT's
+    /// `use_rslora`.
+    ///
+    /// [rsLoRA]: https://arxiv.org/abs/2312.03732
+    pub fn with_rslora(mut self, rank_stabilised: bool) -> Self {
+        self.rank_stabilised = rank_stabilised;
+        self
+    }
+
+    /// Gives the layers that a pattern matches another rank. PEFT's `rank_pattern`.
+    ///
+    /// A pattern is a regular expression for the end of a layer's module path, or of its checkpoint key,
+    /// in whole segments: `query`, `attention.query`, `layers\.[01]\..*`. With `^` at its start it is one
+    /// for the whole name. The first pattern that matches counts. The syntax is that of the crate
+    /// `regex`, which has no look-around and no references.
+    pub fn with_rank_pattern<S: Into<String>>(
+        mut self,
+        ranks: impl IntoIterator<Item = (S, usize)>,
+    ) -> Self {
+        self.rank_pattern = ranks.into_iter().map(|(name, rank)| (name.into(), rank)).collect();
+        self
+    }
+
+    /// Gives the layers that a pattern matches another alpha. Patterns match as in
+    /// [`with_rank_pattern`](Self::with_rank_pattern). PEFT's `alpha_pattern`.
+    pub fn with_alpha_pattern<S: Into<String>>(
+        mut self,
+        alphas: impl IntoIterator<Item = (S, f64)>,
+    ) -> Self {
+        self.alpha_pattern = alphas.into_iter().map(|(name, alpha)| (name.into(), alpha)).collect();
+        self
+    }
+
     /// Restricts adapters to the linear layers that a name matches. A name is the last segments of
     /// the layer's module path, or of its checkpoint key: `query` or `attention.query` of the field
     /// `layers.0.attention.query`, and `self.query` where the key is `attention.self.query`.
+    ///
+    /// The single name `all-linear` is PEFT's: every linear layer but the output layer, which is one that
+    /// `lm_head`, `lm_head.decoder`, `cls.predictions.decoder`, `embed_out` or `output_layer` matches.
     pub fn with_target_modules<S: Into<String>>(
         mut self,
         names: impl IntoIterator<Item = S>,
     ) -> Self {
         self.target_modules = names.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Gives the linear layers in these modules no adapter, although they are targets. A name matches as
+    /// in [`with_target_modules`](Self::with_target_modules), and stands for all layers in the module.
+    /// PEFT's `exclude_modules`.
+    pub fn with_excluded_modules<S: Into<String>>(
+        mut self,
+        names: impl IntoIterator<Item = S>,
+    ) -> Self {
+        self.excluded_modules = names.into_iter().map(Into::into).collect();
         self
     }
 
@@ -110,14 +180,34 @@ impl LoraConfig {
         self
     }
 
-    /// Returns the rank of the adapters.
+    /// Returns the rank of the adapters that no pattern matches.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Returns the numerator of the factor `alpha / rank`.
+    /// Returns the numerator of the factor of the adapters that no pattern matches.
     pub fn alpha(&self) -> f64 {
         self.alpha
+    }
+
+    /// Returns the probability of zeroing an element of an adapter's input.
+    pub fn dropout(&self) -> f64 {
+        self.dropout
+    }
+
+    /// Returns whether the factor of an adapter is `alpha / sqrt(rank)`.
+    pub fn rslora(&self) -> bool {
+        self.rank_stabilised
+    }
+
+    /// Returns the patterns of layers with another rank.
+    pub fn rank_pattern(&self) -> &[(String, usize)] {
+        &self.rank_pattern
+    }
+
+    /// Returns the patterns of layers with another alpha.
+    pub fn alpha_pattern(&self) -> &[(String, f64)] {
+        &self.alpha_pattern
     }
 
     /// Returns the names of the target modules; none stands for every linear layer.
@@ -125,89 +215,13 @@ impl LoraConfig {
         &self.target_modules
     }
 
+    /// Returns the names of the modules without adapters.
+    pub fn excluded_modules(&self) -> &[String] {
+        &self.excluded_modules
+    }
+
     /// Returns the names of the modules that are trained in full.
     pub fn modules_to_save(&self) -> &[String] {
         &self.modules_to_save
-    }
-
-    /// Attaches adapters to a model that is not sharded yet, and freezes all other parameters but
-    /// those of the modules to save.
-    ///
-    /// Linear layers are [`nn::Linear`](crate::nn::Linear) and [`burn::nn::Linear`] in fields that
-    /// sharding knows: not those in a field under `#[fsdp(leaf)]`, and not those whose matrix is tied to
-    /// another module's.
-    ///
-    /// # Errors
-    ///
-    /// [`LoraError`] for a rank of 0, an alpha that is not above 0, a name or a unit type that
-    /// matches nothing, and a model with adapters.
-    pub fn apply<M: FsdpModule>(&self, model: M) -> Result<M, LoraError> {
-        if self.rank == 0 {
-            return Err(LoraError::Rank);
-        }
-        if !(self.alpha.is_finite() && self.alpha > 0.0) {
-            return Err(LoraError::Alpha { alpha: self.alpha });
-        }
-        let survey = Survey::of(&model)?;
-        let trained = self.trained(&survey)?;
-        let adapted = self.adapted(&survey, &trained)?;
-        Ok(model.map_params(&mut Attach {
-            rank: self.rank,
-            scale: self.alpha / self.rank as f64,
-            adapted,
-            trained,
-            path: ModulePath::default(),
-        }))
-    }
-
-    /// Returns the paths of the parameters that are trained in full.
-    fn trained(&self, survey: &Survey) -> Result<BTreeSet<String>, LoraError> {
-        let (mut trained, mut unknown) = (BTreeSet::new(), Vec::new());
-        for name in &self.modules_to_save {
-            let params = survey.params_in(name);
-            if params.is_empty() {
-                unknown.push(name.clone());
-            }
-            trained.extend(params);
-        }
-        match unknown.is_empty() {
-            true => Ok(trained),
-            false => Err(LoraError::ModulesToSave {
-                modules: unknown,
-                candidates: survey.module_labels(),
-            }),
-        }
-    }
-
-    /// Returns the paths of the matrices that get an adapter.
-    fn adapted(
-        &self,
-        survey: &Survey,
-        trained: &BTreeSet<String>,
-    ) -> Result<BTreeSet<String>, LoraError> {
-        let in_targets = |layer: &&LinearLayer| {
-            self.target_units.is_empty() || self.target_units.iter().any(|&unit| layer.is_in(unit))
-        };
-        let is_named = |layer: &&LinearLayer| {
-            self.target_modules.is_empty()
-                || self.target_modules.iter().any(|name| layer.is_named(name))
-        };
-        let layers = survey.layers.iter().filter(|layer| !trained.contains(&layer.weight()));
-        let layers: Vec<&LinearLayer> = layers.collect();
-        let in_units: Vec<&LinearLayer> = layers.iter().copied().filter(in_targets).collect();
-
-        let units = self.target_units.iter();
-        let units = units.filter(|unit| !layers.iter().any(|layer| layer.is_in(**unit)));
-        let names = self.target_modules.iter();
-        let names = names.filter(|name| !in_units.iter().any(|layer| layer.is_named(name)));
-        let mut unmatched: Vec<String> =
-            units.map(|unit| unit.name().to_string()).chain(names.cloned()).collect();
-        if layers.is_empty() && unmatched.is_empty() {
-            unmatched.push("all-linear".into());
-        }
-        if unmatched.is_empty() {
-            return Ok(in_units.into_iter().filter(is_named).map(LinearLayer::weight).collect());
-        }
-        Err(LoraError::Targets { targets: unmatched, candidates: survey.layer_labels() })
     }
 }

@@ -32,7 +32,7 @@ impl Names {
     }
 
     /// Returns the path with `*` for indices, followed by the key where that differs.
-    fn label(&self) -> String {
+    pub(super) fn label(&self) -> String {
         let star = |name: &str| {
             let number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
             let segments = name.split('.').map(|part| if number(part) { "*" } else { part });
@@ -42,6 +42,11 @@ impl Names {
             true => star(&self.path),
             false => format!("{} (in checkpoints {})", star(&self.path), star(&self.key)),
         }
+    }
+
+    /// Returns the path and the key.
+    pub(super) fn both(&self) -> [&str; 2] {
+        [&self.path, &self.key]
     }
 
     /// Returns the names of the module that encloses this one, if there is one.
@@ -57,6 +62,8 @@ impl Names {
 pub(super) struct LinearLayer {
     /// Names of the layer.
     pub(super) names: Names,
+    /// Whether the layer applies an adapter to its input, in place of adding it to the matrix.
+    pub(super) applies_adapters: bool,
     /// Types of the units that enclose the layer.
     units: Vec<UnitType>,
     /// Id of the matrix.
@@ -92,6 +99,8 @@ pub(super) struct Survey {
     params: Vec<Names>,
     path: ModulePath,
     key: Vec<String>,
+    /// Whether the matrix that comes next is one of a layer that applies adapters.
+    applies_adapters: bool,
     /// Type of each field from the root to the current position.
     types: Vec<&'static str>,
     /// Units at the current position; `None` for a field unit.
@@ -126,7 +135,7 @@ impl Survey {
     }
 
     /// Returns the paths of the parameters in the modules that `name` matches.
-    pub(super) fn params_in(&self, name: &str) -> Vec<String> {
+    fn params_in(&self, name: &str) -> Vec<String> {
         let within = |param: &&Names| {
             let mut module = Some((*param).clone());
             while let Some(names) = module {
@@ -140,6 +149,29 @@ impl Survey {
         self.params.iter().filter(within).map(|param| param.path.clone()).collect()
     }
 
+    /// Returns the paths of the parameters in the modules that any name matches.
+    ///
+    /// # Errors
+    ///
+    /// The names that match no module, and the labels of all modules.
+    pub(super) fn params_in_all(
+        &self,
+        names: &[String],
+    ) -> Result<BTreeSet<String>, (Vec<String>, Vec<String>)> {
+        let (mut found, mut unknown) = (BTreeSet::new(), Vec::new());
+        for name in names {
+            let params = self.params_in(name);
+            if params.is_empty() {
+                unknown.push(name.clone());
+            }
+            found.extend(params);
+        }
+        match unknown.is_empty() {
+            true => Ok(found),
+            false => Err((unknown, self.module_labels())),
+        }
+    }
+
     /// Returns the labels of the linear layers, each once.
     pub(super) fn layer_labels(&self) -> Vec<String> {
         let labels: BTreeSet<_> = self.layers.iter().map(|layer| layer.names.label()).collect();
@@ -147,7 +179,7 @@ impl Survey {
     }
 
     /// Returns the labels of the modules that have parameters, each once.
-    pub(super) fn module_labels(&self) -> Vec<String> {
+    fn module_labels(&self) -> Vec<String> {
         let modules = self.params.iter().filter_map(Names::parent);
         modules.map(|names| names.label()).collect::<BTreeSet<_>>().into_iter().collect()
     }
@@ -205,9 +237,13 @@ impl ParamVisitor for Survey {
         self.units.pop();
     }
 
+    fn applies_adapters(&mut self) {
+        self.applies_adapters = true;
+    }
+
     fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let names = self.names();
-        let attached = match (Sharded::of(param), param.adapter()) {
+        let attached = match (Sharded::of(param), Sharded::lora_of(param)) {
             (Some(_), _) => Some("is sharded"),
             (_, Some(_)) => Some("has an adapter"),
             _ => None,
@@ -220,7 +256,8 @@ impl ParamVisitor for Survey {
         if D == 2 && self.in_linear() {
             let units = self.units.iter().copied().flatten().collect();
             let names = names.parent().unwrap_or(Names { path: String::new(), key: String::new() });
-            self.layers.push(LinearLayer { names, units, weight: param.id });
+            let applies_adapters = std::mem::take(&mut self.applies_adapters);
+            self.layers.push(LinearLayer { names, applies_adapters, units, weight: param.id });
         }
         self.params.push(names);
     }

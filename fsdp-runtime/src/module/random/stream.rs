@@ -68,8 +68,21 @@ pub(crate) struct Source {
 }
 
 impl Source {
+    /// Creates the substream of a layer that is not sharded. Distinct numbers give such layers distinct
+    /// masks.
+    pub(crate) fn unsharded() -> Arc<Self> {
+        static LAYERS: AtomicU64 = AtomicU64::new(1);
+        Self::new(RandomStream::new(0, 0), LAYERS.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Creates the substream of the layer at a module path.
+    pub(crate) fn of_layer(stream: &Arc<RandomStream>, path: &str) -> Arc<Self> {
+        let layer = path.bytes().fold(0, |hash, byte| mix(hash ^ u64::from(byte)));
+        Self::new(stream.clone(), layer)
+    }
+
     /// Creates the substream of the layer with the number `layer`.
-    pub(crate) fn new(stream: Arc<RandomStream>, layer: u64) -> Arc<Self> {
+    fn new(stream: Arc<RandomStream>, layer: u64) -> Arc<Self> {
         Arc::new(Self { stream, layer, calls: Mutex::default() })
     }
 

@@ -380,7 +380,7 @@ fn unshardable<const D: usize>(path: &str, param: &Param<Tensor<D>>) -> Option<S
     }
     // Sharding keeps LoRA adapters.
     if let Some(name) = reparameterization(param)
-        && param.adapter().is_none()
+        && Sharded::lora_of(param).is_none()
     {
         return Some(ShardError::Reparameterized { path, name });
     }

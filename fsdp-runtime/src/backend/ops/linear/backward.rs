@@ -8,7 +8,7 @@ use burn::tensor::{DType, Shape};
 use burn_std::Scalar;
 use fsdp_kernels::{Float, Kernels, LinearActivation};
 
-use super::matrices::{Factors, in_shape, product, rows, sum_of_products};
+use super::matrices::{Factors, in_shape, masked, product, rows, sum_of_products};
 use super::shared_input::GradientSum;
 use super::{Before, Params, Rule};
 use crate::backend::model_backend::{ModelBackend, Raw, cast_model};
@@ -26,7 +26,7 @@ pub(super) struct State<B: ModelBackend> {
     pub(super) params: Params<Float<B>>,
     /// The products before the activation, if it is not the identity.
     pub(super) before: Option<Before<Float<B>>>,
-    /// The product of the input and the first factor of the adapter, times the adapter's scale.
+    /// The product of the adapter's input and its first factor, times its scale.
     pub(super) low: Option<Float<B>>,
     /// Shape of the input.
     pub(super) shape: Shape,
@@ -58,10 +58,11 @@ fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Flo
     let dtype = rule.gradient_dtype.unwrap_or_else(|| grad.dtype());
     let mut results = vec![None; needed.len()];
     // The gradient of `low`, times the adapter's scale.
-    let of_low = params.low_rank.as_ref().map(|([_, b], scale)| {
+    let of_low = params.low_rank.as_ref().map(|([_, b], rule)| {
         let product = product::<B>([grad.clone(), b.clone()], [false, true], grad.dtype());
-        B::float_mul_scalar(product, Scalar::from(*scale))
+        B::float_mul_scalar(product, Scalar::from(rule.scale))
     });
+    let mask = rule.adapter.and_then(|adapter| adapter.dropout);
     let bias = rule.has_bias.then(|| needed.len() - 1).filter(|&at| needed[at]);
     match (&input, bias, needed[1]) {
         (Some(input), Some(bias), true) => {
@@ -80,16 +81,18 @@ fn gradients<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Vec<Option<Flo
     }
     if let (Some(input), Some(of_low), Some(low)) = (&input, &of_low, low) {
         let (of_a, of_b) = (needed[2], needed[3]);
-        results[2] =
-            of_a.then(|| product::<B>([input.clone(), of_low.clone()], [true, false], dtype));
+        results[2] = of_a.then(|| {
+            let input = masked::<B>(input.clone(), mask);
+            product::<B>([input, of_low.clone()], [true, false], dtype)
+        });
         results[3] = of_b.then(|| product::<B>([low, grad.clone()], [true, false], dtype));
     }
     drop(input);
     if needed[0] {
-        let of = |matrices| Factors { matrices, transposed: true };
-        let mut factors = vec![of([grad, params.weight])];
+        let of = |matrices, mask| Factors { matrices, transposed: true, mask };
+        let mut factors = vec![of([grad, params.weight], None)];
         if let (Some(of_low), Some(([a, _], _))) = (of_low, params.low_rank) {
-            factors.push(of([of_low, a]));
+            factors.push(of([of_low, a], mask));
         }
         results[0] = match shared {
             Some(sum) => sum.add(factors),

@@ -8,7 +8,7 @@ use burn_std::Scalar;
 use fsdp_kernels::{Float, Kernels, LinearActivation, Tracked};
 
 use super::backward::{Linear, State};
-use super::matrices::{Factors, add_product, in_shape, product, rows};
+use super::matrices::{Factors, add_product, in_shape, masked, product, rows};
 use super::shared_input::GradientSum;
 use super::{Before, Params, Rule};
 use crate::backend::model_backend::{ModelBackend, Raw};
@@ -19,7 +19,7 @@ pub(super) struct Results<T> {
     pub(super) output: T,
     /// The products before the activation, if it is not the identity.
     before: Option<Before<T>>,
-    /// The product of the input and the first factor of the adapter, times the adapter's scale.
+    /// The product of the adapter's input and its first factor, times its scale.
     low: Option<T>,
 }
 
@@ -42,12 +42,14 @@ pub(super) fn forward<B: ModelBackend>(
         true => biased_product::<B>(factors, params.bias.clone(), LinearActivation::Identity).0,
         false => product::<B>(factors, [false; 2], dtype),
     };
-    let low = params.low_rank.as_ref().map(|([a, _], scale)| {
+    let low = params.low_rank.as_ref().map(|([a, _], rule)| {
+        let input = masked::<B>(input, rule.dropout);
         let low = product::<B>([input, a.clone()], [false; 2], dtype);
-        B::float_mul_scalar(low, Scalar::from(*scale))
+        B::float_mul_scalar(low, Scalar::from(rule.scale))
     });
     if let (Some(low), Some(([_, b], _))) = (&low, &params.low_rank) {
-        let factors = Factors { matrices: [low.clone(), b.clone()], transposed: false };
+        let matrices = [low.clone(), b.clone()];
+        let factors = Factors { matrices, transposed: false, mask: None };
         products = add_product::<B>(products, factors);
     }
     let kept = (activation != LinearActivation::Identity)
@@ -114,7 +116,7 @@ pub(super) fn record<B: ModelBackend, const N: usize>(
     match op.compute_bound().stateful() {
         OpsKind::Tracked(op) => {
             // Only gradients of a weight and of a first factor read the input.
-            let reads_input = needed[1] || rule.scale.is_some();
+            let reads_input = needed[1] || rule.adapter.is_some();
             let products = before.iter().map(|before| &before.products);
             let saved = Saved::tensors::<B>(products.chain(&low));
             let input = reads_input.then_some(input);

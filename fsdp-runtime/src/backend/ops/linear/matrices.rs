@@ -3,9 +3,10 @@
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
-use fsdp_kernels::{Float, Kernels};
+use fsdp_kernels::{Float, Kernels, MaskSource};
 
 use crate::backend::model_backend::{ModelBackend, Raw};
+use crate::backend::ops::dropout::drop_elements;
 
 /// Returns a tensor `[.., columns]` as the matrix of its rows.
 pub(super) fn rows<B: ModelBackend>(tensor: Float<B>) -> Float<B> {
@@ -49,16 +50,36 @@ pub(super) fn product<B: ModelBackend>(
     outputs.pop().expect("`defer` returns one tensor for each output")
 }
 
-/// Factors of a product, and whether the second is transposed first.
+/// Returns a matrix with a mask applied, if there is one.
+pub(super) fn masked<B: ModelBackend>(matrix: Float<B>, mask: Option<MaskSource>) -> Float<B> {
+    match mask {
+        Some(mask) => drop_elements::<B>(matrix, &mask),
+        None => matrix,
+    }
+}
+
+/// Factors of a product, whether the second is transposed first, and the mask of the product.
 pub(super) struct Factors<B: ModelBackend> {
     pub(super) matrices: [Float<B>; 2],
     pub(super) transposed: bool,
+    pub(super) mask: Option<MaskSource>,
+}
+
+impl<B: ModelBackend> Factors<B> {
+    /// Returns the product.
+    fn product(self) -> Float<B> {
+        let dtype = self.matrices[0].dtype();
+        masked::<B>(product::<B>(self.matrices, [false, self.transposed], dtype), self.mask)
+    }
 }
 
 /// Returns `target + a · b`.
 pub(super) fn add_product<B: ModelBackend>(target: Float<B>, factors: Factors<B>) -> Float<B> {
+    if factors.mask.is_some() {
+        return B::float_add(target, factors.product());
+    }
     let output = (target.shape(), target.dtype());
-    let Factors { matrices: [a, b], transposed } = factors;
+    let Factors { matrices: [a, b], transposed, .. } = factors;
     let mut sums = B::defer(vec![target, a, b], vec![output], move |buffers| {
         let [target, a, b] = <[_; 3]>::try_from(buffers).expect("three matrices");
         let b = if transposed { Raw::<B>::float_transpose(b) } else { b };
@@ -74,10 +95,7 @@ pub(super) fn sum_of_products<B: ModelBackend>(
 ) -> Float<B> {
     let sum = factors.into_iter().fold(sum, |sum, factors| {
         Some(match sum {
-            None => {
-                let dtype = factors.matrices[0].dtype();
-                product::<B>(factors.matrices, [false, factors.transposed], dtype)
-            }
+            None => factors.product(),
             Some(sum) => add_product::<B>(sum, factors),
         })
     });
