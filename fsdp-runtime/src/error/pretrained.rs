@@ -77,6 +77,18 @@ pub enum LoadError {
         /// Number of the first element that differs, in the flattened parameter of the model.
         element: usize,
     },
+    /// A setting of PEFT that has no equivalent here.
+    #[error("{file} sets `{setting}` to {value}, which is not supported: {reason}")]
+    Setting {
+        /// Path of the file.
+        file: String,
+        /// Name of the setting.
+        setting: String,
+        /// Value of the setting, as JSON.
+        value: String,
+        /// The reason why the value is refused.
+        reason: String,
+    },
     /// Adapters in PEFT's format that the model cannot take.
     #[error("{file} does not fit the adapters of the model: {reason}")]
     Adapters {

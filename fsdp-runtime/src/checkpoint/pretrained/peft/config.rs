@@ -2,24 +2,33 @@
 
 use std::path::Path;
 
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::CONFIG;
 use super::options::SaveAdapters;
-use super::plan::AdapterFiles;
+use super::ordered::Ordered;
+use super::plan::{AdapterFiles, PlannedAdapter};
+use super::refused::{Refused, refused};
+use super::shares::{Shares, number};
 use crate::error::LoadError;
-use crate::module::lora::LoraConfig;
+use crate::module::lora::{LoraConfig, Scales};
 
 /// The settings of a file that a model must agree with.
 #[derive(Debug)]
 pub(super) struct PeftConfig {
     /// Path of the file.
     pub(super) file: String,
-    rank: usize,
-    alpha: f64,
-    /// Names of modules with adapters; none for every linear layer.
-    target_modules: Vec<String>,
-    modules_to_save: Vec<String>,
+    lora: LoraConfig,
+    scales: Scales,
+}
+
+/// The settings whose order counts: the first pattern that matches a layer is the layer's.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Patterns {
+    rank_pattern: Ordered,
+    alpha_pattern: Ordered,
 }
 
 impl PeftConfig {
@@ -33,72 +42,102 @@ impl PeftConfig {
         let file = path.display().to_string();
         let text = std::fs::read(&path)
             .map_err(|error| LoadError::Io { file: file.clone(), reason: error.to_string() })?;
-        let wrong = |reason| LoadError::Format {
-            file: file.clone(),
-            format: "PEFT configuration of LoRA adapters",
-            reason,
-        };
-        let json: Value =
-            serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
-        Self::parse(&json, file.clone()).map_err(wrong)
+        Self::parse(&text, file)
     }
 
-    pub(super) fn parse(json: &Value, file: String) -> Result<Self, String> {
-        if json["peft_type"] != "LORA" {
-            return Err(format!("`peft_type` is {}, not \"LORA\"", json["peft_type"]));
+    /// Reads the text of the file with the path `file`.
+    pub(super) fn parse(text: &[u8], file: String) -> Result<Self, LoadError> {
+        let format = "PEFT configuration of LoRA adapters";
+        let wrong = |reason| LoadError::Format { file: file.clone(), format, reason };
+        let json: Value = serde_json::from_slice(text).map_err(|error| wrong(error.to_string()))?;
+        let settings = json.as_object().ok_or_else(|| wrong("it is no object".into()))?;
+        if let Some(Refused { setting, reason }) = refused(settings) {
+            let value = json[&setting].to_string();
+            let file = file.clone();
+            return Err(LoadError::Setting { file, setting, value, reason: reason.into() });
         }
-        for key in
-            ["use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform"]
-        {
-            let empty = match &json[key] {
-                Value::Null | Value::Bool(false) => true,
-                Value::Object(map) => map.is_empty(),
-                Value::Array(list) => list.is_empty(),
-                _ => false,
-            };
-            if !empty {
-                return Err(format!("`{key}` is {}, which is not supported", json[key]));
+        for name in ["target_modules", "exclude_modules"] {
+            if json[name].as_str().is_some_and(|names| !is_shorthand(name, names)) {
+                return Err(LoadError::Setting {
+                    file: file.clone(),
+                    setting: name.into(),
+                    value: json[name].to_string(),
+                    reason: "a list of names is read, and no regular expression".into(),
+                });
             }
         }
-        if !json["bias"].is_null() && json["bias"] != "none" {
-            return Err(format!("`bias` is {}; only \"none\" is supported", json["bias"]));
-        }
-        let number = |key: &str| {
-            json[key].as_f64().ok_or_else(|| format!("`{key}` is {}, not a number", json[key]))
-        };
-        let rank = json["r"].as_u64().and_then(|rank| usize::try_from(rank).ok());
-        Ok(Self {
-            rank: rank.ok_or_else(|| format!("`r` is {}, not a whole number", json["r"]))?,
-            alpha: number("lora_alpha")?,
-            target_modules: match json["target_modules"].as_str() {
-                Some("all-linear") => Vec::new(),
-                _ => list(json, "target_modules")?,
-            },
-            modules_to_save: list(json, "modules_to_save")?,
-            file,
-        })
+        let patterns: Patterns = serde_json::from_slice(text).map_err(|error| {
+            wrong(format!("`rank_pattern` or `alpha_pattern` is no object: {error}"))
+        })?;
+        let lora = lora_config(&json, patterns).map_err(wrong)?;
+        let scales = Scales::new(&lora).map_err(|error| wrong(error.to_string()))?;
+        Ok(Self { file, lora, scales })
     }
 
-    /// Checks that the adapters of a model have the file's rank and alpha.
+    /// Checks that the adapters of a model have the file's ranks and scales.
     ///
     /// # Errors
     ///
     /// [`LoadError::Adapters`] if not.
     pub(super) fn check(&self, plan: &AdapterFiles<'_>) -> Result<(), LoadError> {
-        let (found, expected) = (self.alpha / self.rank as f64, plan.scale);
-        let same_scale = (found - expected).abs() <= 1e-6 * expected.abs();
-        if self.rank == plan.rank && same_scale {
-            return Ok(());
+        for PlannedAdapter { names, rank, alpha, factor } in &plan.adapters {
+            let found = self.scales.of(&[names.path, names.key]);
+            if found.rank == *rank && (found.factor - factor).abs() <= 1e-6 * factor.abs() {
+                continue;
+            }
+            let stabilised = |is: bool| if is { " by the root of the rank" } else { "" };
+            let reason = format!(
+                "`{}` has rank {} and alpha {} in the file{}, and rank {rank} and alpha {alpha} in the \
+                 model{}",
+                names.key,
+                found.rank,
+                found.alpha,
+                stabilised(self.lora.rslora()),
+                stabilised(plan.rank_stabilised),
+            );
+            return Err(LoadError::Adapters { file: self.file.clone(), reason });
         }
-        let reason = format!(
-            "rank {} and alpha {} in the file, rank {} and alpha {} in the model",
-            self.rank,
-            self.alpha,
-            plan.rank,
-            plan.scale * plan.rank as f64
-        );
-        Err(LoadError::Adapters { file: self.file.clone(), reason })
+        Ok(())
     }
+}
+
+/// Returns whether the text of a setting is PEFT's name of every linear layer.
+fn is_shorthand(setting: &str, text: &str) -> bool {
+    setting == "target_modules" && text.eq_ignore_ascii_case("all-linear")
+}
+
+/// Returns the configuration that a file describes.
+fn lora_config(json: &Value, patterns: Patterns) -> Result<LoraConfig, String> {
+    let wrong = |key: &str, expected| format!("`{key}` is {}, not {expected}", json[key]);
+    let alpha = json["lora_alpha"].as_f64().ok_or_else(|| wrong("lora_alpha", "a number"))?;
+    let dropout = match &json["lora_dropout"] {
+        Value::Null => Some(0.0),
+        dropout => dropout.as_f64().filter(|dropout| (0.0..1.0).contains(dropout)),
+    };
+    let dropout = dropout.ok_or_else(|| wrong("lora_dropout", "a number of 0 or more below 1"))?;
+    let rslora = match &json["use_rslora"] {
+        Value::Null => Some(false),
+        rslora => rslora.as_bool(),
+    };
+    let rslora = rslora.ok_or_else(|| wrong("use_rslora", "true or false"))?;
+    let rank = whole(&json["r"]).ok_or_else(|| wrong("r", "a whole number"))?;
+    let targets = match json["target_modules"].as_str() {
+        Some(shorthand) => vec![shorthand.to_string()],
+        None => list(json, "target_modules")?,
+    };
+    Ok(LoraConfig::new(rank)
+        .with_alpha(alpha)
+        .with_dropout(dropout)
+        .with_rslora(rslora)
+        .with_rank_pattern(patterns.rank_pattern.values("rank_pattern", whole)?)
+        .with_alpha_pattern(patterns.alpha_pattern.values("alpha_pattern", Value::as_f64)?)
+        .with_target_modules(targets)
+        .with_excluded_modules(list(json, "exclude_modules")?)
+        .with_modules_to_save(list(json, "modules_to_save")?))
+}
+
+fn whole(value: &Value) -> Option<usize> {
+    value.as_u64().and_then(|value| usize::try_from(value).ok())
 }
 
 /// Returns a list of names, which may be missing.
@@ -117,46 +156,37 @@ impl LoraConfig {
     /// [`State::save_adapters`](crate::checkpoint::State::save_adapters), has saved in `folder`.
     /// [`StateMut::load_adapters`](crate::checkpoint::StateMut::load_adapters) then loads them.
     ///
-    /// PEFT's name `all-linear`, which leaves out the output layer, becomes a configuration without
-    /// target modules, which does not. Add them where the model has an output layer.
-    ///
     /// # Errors
     ///
-    /// [`LoadError`] if `adapter_config.json` cannot be read, or is not of plain LoRA: DoRA,
-    /// rank-stabilised LoRA, ranks that differ between modules, trained biases, and target modules
-    /// as a regular expression.
+    /// [`LoadError`] if `adapter_config.json` cannot be read. [`LoadError::Setting`] names a setting that
+    /// has no equivalent here: DoRA and other types of adapters, trained biases, target modules as a
+    /// regular expression, an initialisation that changes the base, and settings that are unknown and not
+    /// empty.
     pub fn from_peft(folder: impl AsRef<Path>) -> Result<Self, LoadError> {
-        let config = PeftConfig::read(folder.as_ref())?;
-        Ok(Self::new(config.rank)
-            .with_alpha(config.alpha)
-            .with_target_modules(config.target_modules)
-            .with_modules_to_save(config.modules_to_save))
+        Ok(PeftConfig::read(folder.as_ref())?.lora)
     }
 }
 
 /// Returns the text of `adapter_config.json` of a model.
 pub(super) fn config_text(plan: &AdapterFiles<'_>, options: &SaveAdapters) -> Vec<u8> {
-    // An alpha of a whole number is written as one, as PEFT does.
-    let alpha = plan.scale * plan.rank as f64;
-    let alpha = match alpha.round() {
-        whole if (alpha - whole).abs() < 1e-9 * whole.abs() && whole.abs() < 1e15 => {
-            json!(whole as i64)
-        }
-        _ => json!(alpha),
-    };
+    let adapters = || plan.adapters.iter();
+    let ranks = Shares::new(adapters().map(|it| (it.names.key, it.rank as f64)));
+    let alphas = Shares::new(adapters().map(|it| (it.names.key, it.alpha)));
     let modules_to_save = (!plan.modules_to_save.is_empty()).then_some(&plan.modules_to_save);
     let config = json!({
         "peft_type": "LORA",
         "task_type": options.task_type,
         "base_model_name_or_path": options.base_model,
-        "r": plan.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
+        "r": number(ranks.common),
+        "lora_alpha": number(alphas.common),
+        "lora_dropout": plan.dropout,
+        "rank_pattern": ranks.patterns(),
+        "alpha_pattern": alphas.patterns(),
         "target_modules": plan.target_modules,
         "modules_to_save": modules_to_save,
         "bias": "none",
         "fan_in_fan_out": plan.fan_in_fan_out,
-        "use_rslora": false,
+        "use_rslora": plan.rank_stabilised,
         "use_dora": false,
         "inference_mode": true,
     });

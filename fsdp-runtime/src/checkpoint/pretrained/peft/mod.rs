@@ -1,21 +1,24 @@
 //! LoRA adapters alone, in the files of Hugging Face's PEFT: `adapter_model.safetensors` and
 //! `adapter_config.json`.
 //!
-//! Order of the files: `names` ← `plan`, `options`, `config` ← `save`, `load`.
+//! Order of the files: `names` ← `shares`, `plan`, `options`, `ordered`, `refused` ← `config` ← `save`,
+//! `load`.
 
 mod config;
 mod load;
 mod names;
 mod options;
+mod ordered;
 mod plan;
+mod refused;
 mod save;
+mod shares;
 
 pub use self::options::SaveAdapters;
 
 /// Reads the text of a file of settings, for [`parse_bytes`](super::parse_bytes).
 pub(super) fn parse_config(text: &[u8]) -> bool {
-    let json = serde_json::from_slice(text);
-    json.is_ok_and(|json| config::PeftConfig::parse(&json, String::new()).is_ok())
+    config::PeftConfig::parse(text, String::new()).is_ok()
 }
 
 /// Name of the file of tensors.

@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use super::super::load_values::ParamTarget;
 use super::names::{module_of, modules, modules_to_save, target_modules, tensor_name};
 use crate::fully_shard::Fsdp;
-use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
+use crate::module::{AdapterSettings, FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::param_group::plan::Key;
 use crate::param_group::{ParamSpec, Placement};
 
@@ -28,14 +28,36 @@ pub(super) struct PeftTensor<'a> {
 #[derive(Debug)]
 pub(super) struct AdapterFiles<'a> {
     pub(super) tensors: BTreeMap<String, PeftTensor<'a>>,
-    pub(super) rank: usize,
-    /// Factor of the product of the two factors of an adapter.
-    pub(super) scale: f64,
+    /// The adapters, in layout order. There is one at least.
+    pub(super) adapters: Vec<PlannedAdapter<'a>>,
+    /// Probability of dropping an element of an adapter's input.
+    pub(super) dropout: f64,
+    /// Whether an adapter's factor is alpha by the root of the rank.
+    pub(super) rank_stabilised: bool,
     pub(super) target_modules: Vec<String>,
     pub(super) modules_to_save: Vec<String>,
     /// Whether the base model stores the adapted matrices as `[inputs, outputs]`, as `Conv1D` of
     /// transformers does.
     pub(super) fan_in_fan_out: bool,
+}
+
+/// An adapter of PEFT's file.
+#[derive(Debug)]
+pub(super) struct PlannedAdapter<'a> {
+    pub(super) names: ModuleNames<'a>,
+    pub(super) rank: usize,
+    pub(super) alpha: f64,
+    /// Factor of the product of the two factors.
+    pub(super) factor: f64,
+}
+
+/// Names of a linear layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ModuleNames<'a> {
+    /// Module path.
+    pub(super) path: &'a str,
+    /// Key in a checkpoint.
+    pub(super) key: &'a str,
 }
 
 impl<'a> AdapterFiles<'a> {
@@ -52,14 +74,15 @@ impl<'a> AdapterFiles<'a> {
         let Some(first) = adapters.first() else {
             return Err("it has none; attach them with `LoraConfig::apply` before sharding".into());
         };
-        let rank = |adapter: &FoundAdapter<'_>| adapter.a.spec.shape[1];
+        let (dropout, rank_stabilised) = (first.dropout(), first.is_rank_stabilised());
         if let Some(other) = adapters.iter().find(|adapter| {
-            rank(adapter) != rank(first)
-                || adapter.scale != first.scale
+            (adapter.dropout(), adapter.is_rank_stabilised()) != (dropout, rank_stabilised)
                 || adapter.key.transposed != first.key.transposed
         }) {
             let (first, other) = (&first.key.name, &other.key.name);
-            return Err(format!("`{first}` and `{other}` differ in rank, alpha or orientation"));
+            return Err(format!(
+                "`{first}` and `{other}` differ in dropout, rsLoRA or orientation"
+            ));
         }
         let adapted: BTreeSet<_> =
             adapters.iter().map(|adapter| module_of(&adapter.key.name)).collect();
@@ -87,8 +110,9 @@ impl<'a> AdapterFiles<'a> {
             tensors.insert(tensor_name(&param.key.name), param.tensor);
         }
         Ok(Self {
-            rank: rank(first),
-            scale: first.scale,
+            adapters: adapters.iter().map(FoundAdapter::planned).collect(),
+            dropout,
+            rank_stabilised,
             target_modules: target_modules(&adapted, &modules(keys())),
             modules_to_save: modules_to_save(&flags),
             fan_in_fan_out: !first.key.transposed,
@@ -111,7 +135,37 @@ struct FoundAdapter<'a> {
     key: &'a Key,
     a: PeftTensor<'a>,
     b: PeftTensor<'a>,
+    /// Path of the matrix.
+    path: &'a str,
     scale: f64,
+    /// Settings that Burn's adapter has no field for.
+    settings: Option<AdapterSettings>,
+}
+
+impl<'a> FoundAdapter<'a> {
+    fn dropout(&self) -> f64 {
+        let dropout = self.settings.as_ref().and_then(|settings| settings.dropout.as_ref());
+        dropout.map_or(0.0, |dropout| dropout.prob)
+    }
+
+    fn is_rank_stabilised(&self) -> bool {
+        self.settings.as_ref().is_some_and(|settings| settings.rank_stabilised)
+    }
+
+    fn planned(&self) -> PlannedAdapter<'a> {
+        let rank = self.a.spec.shape[1];
+        let alpha = match &self.settings {
+            Some(settings) => settings.alpha,
+            None => rounded(self.scale * rank as f64),
+        };
+        let names = ModuleNames { path: module_of(self.path), key: module_of(&self.key.name) };
+        PlannedAdapter { names, rank, alpha, factor: self.scale }
+    }
+}
+
+/// Returns a number rounded to 14 digits: a quotient times its divisor is the dividend again.
+fn rounded(number: f64) -> f64 {
+    format!("{number:.13e}").parse().unwrap_or(number)
 }
 
 /// The visitor that finds adapters and other parameters.
@@ -170,7 +224,9 @@ impl<M> ParamVisitor for Found<'_, M> {
         if let Some(lora) = Sharded::lora_of(param)
             && let (Some(a), Some(b)) = (self.factor(&lora.a), self.factor(&lora.b))
         {
-            self.adapters.push(FoundAdapter { key, a, b, scale: lora.scale });
+            let (path, scale) = (tensor.spec.path.as_str(), lora.scale);
+            let settings = Sharded::lora_settings_of(param).cloned();
+            self.adapters.push(FoundAdapter { key, a, b, path, scale, settings });
         }
         let trained = param.base().is_require_grad();
         self.params.push(FoundParam { key, tensor, trained });
