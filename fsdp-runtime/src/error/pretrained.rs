@@ -144,6 +144,15 @@ pub enum SaveError {
         /// The reason why they cannot be saved.
         reason: String,
     },
+    /// A tied matrix with an adapter of its own, which a save with merged adapters would lose.
+    #[error(
+        "`{path}` is tied to another parameter, under whose name it is saved, and has an adapter of its \
+         own, which cannot be merged; save without `with_merged_adapters`"
+    )]
+    TiedAdapter {
+        /// Module path of the matrix.
+        path: String,
+    },
     /// A sharded model that `burn-store` was asked to collect or save.
     ///
     /// Its snapshot has the tensors that this rank stores, which are shards.

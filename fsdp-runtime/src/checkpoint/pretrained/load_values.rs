@@ -11,7 +11,7 @@ use crate::module::param_ids;
 use crate::module::{FsdpModule, ParamIndex};
 
 /// A parameter that values are loaded into or saved from.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum ParamTarget {
     /// A sharded or replicated parameter.
     Sharded(ParamIndex),

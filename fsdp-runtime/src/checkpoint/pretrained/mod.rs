@@ -6,7 +6,7 @@
 //!
 //! Imports: file_names, mapped ← options, local_values ← torch ← source, safetensors_file ←
 //! matching, weights_files,
-//! merge_safetensors ← load_values ← frozen ← load, save, burnpack ← peft
+//! merge_safetensors ← load_values ← frozen, merged_adapters ← load, save, burnpack ← peft
 //! ← parse_bytes.
 
 mod burnpack;
@@ -18,6 +18,7 @@ mod local_values;
 mod mapped;
 mod matching;
 mod merge_safetensors;
+mod merged_adapters;
 mod options;
 pub(super) mod parse_bytes;
 mod peft;

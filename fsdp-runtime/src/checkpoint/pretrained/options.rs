@@ -132,6 +132,8 @@ pub struct SavePretrained {
     pub(super) dtype: SaveDtype,
     pub(super) files: Vec<(String, Vec<u8>)>,
     pub(super) filter: ParamFilter,
+    /// Whether LoRA adapters are added to their matrices.
+    pub(super) merged_adapters: bool,
 }
 
 impl Default for SavePretrained {
@@ -141,13 +143,15 @@ impl Default for SavePretrained {
 }
 
 impl SavePretrained {
-    /// Returns the default options: f32, files of at most 5 GB, and no additional files.
+    /// Returns the default options: f32, files of at most 5 GB, no additional files, and adapters apart
+    /// from their matrices.
     pub fn new() -> Self {
         Self {
             max_shard_size: 5_000_000_000,
             dtype: SaveDtype::F32,
             files: Vec::new(),
             filter: ParamFilter::new(),
+            merged_adapters: false,
         }
     }
 
@@ -162,6 +166,16 @@ impl SavePretrained {
     /// Writes the parameters that `filter` selects. By default all are written.
     pub fn with_filter(mut self, filter: ParamFilter) -> Self {
         self.filter = filter;
+        self
+    }
+
+    /// Sets whether LoRA adapters are added to the matrices that they adapt, and not written as tensors of
+    /// their own. transformers then loads the folder as a model without adapters. Rank 0 adds them in f32,
+    /// one matrix at a time; a matrix that is stored in bf16, 8 or 4 bits is converted to f32 first.
+    /// For a filter a matrix with an adapter counts as trainable, and factors are not there.
+    /// Default: false. PEFT's `merge_and_unload`.
+    pub fn with_merged_adapters(mut self, merged: bool) -> Self {
+        self.merged_adapters = merged;
         self
     }
 

@@ -9,6 +9,7 @@ use super::file_names::{INDEX, is_plain};
 use super::frozen::FrozenParams;
 use super::load_values::ParamTarget;
 use super::local_values::LocalValues;
+use super::merged_adapters::MergedAdapters;
 use super::options::SavePretrained;
 use super::safetensors_file::{CompleteFile, NewFile, TensorHeader, save_error};
 use super::weights_files::{TensorToWrite, WeightsFile, publish, split_into_files};
@@ -47,9 +48,15 @@ impl<M: FsdpModule> State<'_, M> {
         options: &SavePretrained,
     ) -> Result<(), Error> {
         let (folder, ranks) = (folder.as_ref(), Ranks::from(self.model));
-        let plan = plan_files(self.model, folder, options);
-        let weights = ranks.agree("the plan of a save", plan)?;
-        let values = LocalValues::of(self.model);
+        let adapters = match options.merged_adapters {
+            true => MergedAdapters::of(self.model),
+            false => Ok(MergedAdapters::default()),
+        };
+        let plan = adapters.and_then(|adapters| {
+            Ok((plan_files(self.model, folder, &adapters, options)?, adapters))
+        });
+        let (weights, adapters) = ranks.agree("the plan of a save", plan)?;
+        let values = Values { local: LocalValues::of(self.model), adapters };
         let mut written: Result<Vec<CompleteFile>, SaveError> = Ok(Vec::new());
         for file in &weights {
             let out = (ranks.leads() && written.is_ok())
@@ -69,26 +76,55 @@ impl<M: FsdpModule> State<'_, M> {
     }
 }
 
+/// What a save reads.
+pub(super) struct Values {
+    /// This rank's part of each parameter.
+    pub(super) local: LocalValues,
+    /// Adapters that are added to their matrices.
+    pub(super) adapters: MergedAdapters,
+}
+
+impl Values {
+    /// Gathers a parameter, without its adapter. Returns `None` on ranks that do not write.
+    fn gather<M: FsdpModule>(
+        &self,
+        model: &Fsdp<M>,
+        param: ParamTarget,
+        writes: bool,
+    ) -> Result<Option<TensorData>, Error> {
+        match param {
+            ParamTarget::Sharded(index) => {
+                model.schedule.full(index, self.local.sharded[&index].clone(), writes)
+            }
+            ParamTarget::PerRank(id) => Ok(self.local.per_rank.get(&id).cloned()),
+        }
+    }
+}
+
 /// Gathers the tensors of one file and appends them to `out`, which is `None` on ranks that do not
 /// write. After an error in `out`, rank 0 still takes part in the gathers, since the other ranks
 /// wait for it.
 pub(super) fn write_file<M: FsdpModule>(
     model: &Fsdp<M>,
-    values: &LocalValues,
+    values: &Values,
     file: &WeightsFile<ParamTarget>,
     mut out: Option<Result<NewFile, SaveError>>,
     options: &SavePretrained,
 ) -> Result<Option<Result<NewFile, SaveError>>, Error> {
     for tensor in &file.tensors {
         let writes = matches!(out, Some(Ok(_)));
-        let full = match tensor.source {
-            ParamTarget::Sharded(index) => {
-                model.schedule.full(index, values.sharded[&index].clone(), writes)?
+        let mut full = values.gather(model, tensor.source, writes)?.map(Ok);
+        if let Some(adapter) = values.adapters.get(tensor.source) {
+            let a = values.gather(model, adapter.a, writes)?;
+            let b = values.gather(model, adapter.b, writes)?;
+            if let (Some(Ok(matrix)), Some(a), Some(b)) = (full.take(), a, b) {
+                full = Some(adapter.add(matrix, [&a, &b]));
             }
-            ParamTarget::PerRank(id) => values.per_rank.get(&id).cloned(),
-        };
+        }
         if let (Some(full), Some(Ok(new))) = (full, &mut out)
-            && let Err(error) = write_tensor(tensor, new, &full, options)
+            && let Err(error) = full
+                .map_err(|reason| SaveError::Io { file: tensor.header.name.clone(), reason })
+                .and_then(|full| write_tensor(tensor, new, &full, options))
         {
             out = Some(Err(error));
         }
@@ -113,6 +149,7 @@ fn write_tensor(
 fn plan_files<'a, M: FsdpModule>(
     model: &'a Fsdp<M>,
     folder: &Path,
+    adapters: &MergedAdapters,
     options: &SavePretrained,
 ) -> Result<Vec<WeightsFile<ParamTarget>>, SaveError> {
     check_file_names(options)?;
@@ -133,9 +170,10 @@ fn plan_files<'a, M: FsdpModule>(
     let seen = |(target, key, path, _): &(_, &'a Key, &'a String, _)| FilteredParam {
         path,
         key: &key.name,
-        frozen: frozen.contains(*target),
+        frozen: frozen.contains(*target) && adapters.get(*target).is_none(),
     };
-    let all: Vec<_> = sharded.chain(ignored).collect();
+    let all = sharded.chain(ignored).filter(|(target, ..)| !adapters.has_factor(*target));
+    let all: Vec<_> = all.collect();
     let checked = options.filter.check(all.iter().map(seen));
     checked.map_err(|reason| SaveError::Filter { reason })?;
     for param in all.into_iter().filter(|param| options.filter.selects(&seen(param))) {

@@ -5,8 +5,9 @@ use std::path::Path;
 use super::super::file_names::is_plain;
 use super::super::load_values::ParamTarget;
 use super::super::local_values::LocalValues;
+use super::super::merged_adapters::MergedAdapters;
 use super::super::safetensors_file::{NewFile, TensorHeader, save_error, small_file};
-use super::super::save::write_file;
+use super::super::save::{Values, write_file};
 use super::super::weights_files::{TensorToWrite, WeightsFile};
 use super::config::config_text;
 use super::options::SaveAdapters;
@@ -43,7 +44,8 @@ impl<M: FsdpModule> State<'_, M> {
         let (folder, ranks) = (folder.as_ref(), Ranks::from(self.model));
         let planned = plan_file(self.model, folder, options, ranks.leads());
         let (file, config) = ranks.agree("the plan of a save", planned)?;
-        let values = LocalValues::of(self.model);
+        let (local, adapters) = (LocalValues::of(self.model), MergedAdapters::default());
+        let values = Values { local, adapters };
         let out =
             ranks.leads().then(|| NewFile::safetensors(&folder.join(WEIGHTS), &file.headers()));
         let written = write_file(self.model, &values, &file, out, &options.files)?;
