@@ -82,12 +82,17 @@ mod tests {
         assert_eq!(all.config.alpha(), 3.0);
         assert_eq!(all.config.target_modules(), ["query", "up"]);
         assert_eq!(all.storage, StorageType::INT8);
+        let more = ["--lora-dropout", "0.1", "--lora-rslora", "--lora-ranks", "up=2,value=6"];
+        let set = lora(&[&flags[..], &more].concat()).unwrap().unwrap().config;
+        assert_eq!((set.dropout(), set.rslora()), (0.1, true));
+        assert_eq!(set.rank_pattern(), [("up".to_string(), 2), ("value".to_string(), 6)]);
         let error = lora(&["--quantize", "nf4"]).unwrap_err().to_string();
         assert!(error.contains("--lora 8"), "{error}");
         for (flags, expected) in [
             (&["--lora", "8"][..], "--pretrained"),
             (&["--pretrained", "dir", "--lora-alpha", "8"], "--lora"),
             (&["--quantize", "int4"], "nf4, int8, bf16"),
+            (&["--pretrained", "dir", "--lora", "8", "--lora-ranks", "up"], "such as value=4"),
         ] {
             let message = parse(flags).unwrap_err().to_string();
             assert!(message.contains(expected), "{flags:?}: {message}");

@@ -200,12 +200,24 @@ fn save_and_compare(python: &str, flags: &[&str]) {
 /// here. A run continues from them.
 #[test]
 fn adapters_trained_and_saved_load_in_peft() {
+    adapters_load_in_peft(&["--lora-targets", "query,value,up"]);
+}
+
+/// PEFT reads dropout, the scale and the ranks.
+#[test]
+fn adapters_with_settings_load_in_peft() {
+    let settings = ["--lora-dropout", "0.1", "--lora-rslora", "--lora-ranks", "value=2,up=6"];
+    adapters_load_in_peft(&[&["--lora-targets", "query,value,up"], &settings[..]].concat());
+    adapters_load_in_peft(&["--lora-targets", "all-linear"]);
+}
+
+fn adapters_load_in_peft(settings: &[&str]) {
     let Some(python) = python_with("torch, transformers, peft") else { return };
     let home = tempfile::tempdir().unwrap();
     let (base, adapters) = (home.path().join("base"), home.path().join("adapters"));
     train_and_save(&base, &[]);
     let flags = ["--pretrained", base.to_str().unwrap(), "--lora", "4", "--learning-rate", "1e-2"];
-    train_and_save(&adapters, &[&flags[..], &["--lora-targets", "query,value,up"]].concat());
+    train_and_save(&adapters, &[&flags[..], settings].concat());
     let pairs = pairs();
     let theirs = reload(&python, "peft_reload.py", &[&base, &adapters], &pairs);
     let read = |folder: &Path| std::fs::read(folder.join("adapter_model.safetensors")).unwrap();

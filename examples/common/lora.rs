@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::prelude::*;
 
-use super::parse::{number, positive};
+use super::parse::{number, positive, probability};
 
 /// Arguments of LoRA.
 #[derive(Args, Clone, Debug, Default)]
@@ -18,11 +18,24 @@ pub struct LoraArgs {
     #[arg(long, value_name = "R", value_parser = positive, requires = "pretrained")]
     pub lora: Option<usize>,
 
+    /// Probability of zeroing an element of an adapter's input [default: 0]
+    #[arg(long, value_name = "P", value_parser = probability, requires = "lora")]
+    pub lora_dropout: Option<f64>,
+
+    /// Divide alpha by the root of the rank, in place of the rank
+    #[arg(long, requires = "lora")]
+    pub lora_rslora: bool,
+
+    /// Layers whose adapters have another rank, such as value=4,up=16
+    #[arg(long, value_name = "NAME=R", value_delimiter = ',', value_parser = named_rank, requires = "lora")]
+    pub lora_ranks: Vec<(String, usize)>,
+
     /// Numerator of the adapters' factor alpha / rank [default: twice the rank]
     #[arg(long, value_name = "ALPHA", value_parser = alpha, requires = "lora")]
     pub lora_alpha: Option<f64>,
 
-    /// Linear layers that get adapters, by the last segments of their names [default: query,value]
+    /// Linear layers that get adapters, by the last segments of their names, or all-linear [default:
+    /// query,value]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
     pub lora_targets: Vec<String>,
 
@@ -71,6 +84,12 @@ fn alpha(text: &str) -> Result<f64, String> {
     number(text, |alpha| alpha > 0.0 && alpha.is_finite(), "a number above 0")
 }
 
+fn named_rank(text: &str) -> Result<(String, usize), String> {
+    let parts = text.split_once('=').filter(|(name, _)| !name.is_empty());
+    let (name, rank) = parts.ok_or("expected a name and a rank, such as value=4")?;
+    Ok((name.to_string(), positive(rank)?))
+}
+
 impl LoraArgs {
     /// Returns whether adapters are trained.
     pub fn is_on(&self) -> bool {
@@ -113,6 +132,9 @@ impl LoraArgs {
         };
         LoraConfig::new(rank)
             .with_alpha(self.lora_alpha.unwrap_or(2.0 * rank as f64))
+            .with_dropout(self.lora_dropout.unwrap_or(0.0))
+            .with_rslora(self.lora_rslora)
+            .with_rank_pattern(self.lora_ranks.clone())
             .with_target_modules(targets)
     }
 }

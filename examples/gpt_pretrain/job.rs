@@ -173,6 +173,10 @@ impl Job {
             setup.lora.is_some() || cli.save_adapters.is_none(),
             "--save-adapters, and the run trains none; add --lora 8"
         );
+        ensure!(
+            cli.lora.lora_ranks.is_empty() || cli.save_adapters.is_none(),
+            "--save-adapters writes adapters of one rank; leave --lora-ranks out"
+        );
         let export = match (&cli.save_adapters, &cli.pretrained) {
             (Some(folder), Some(base)) => {
                 Some(AdapterExport::new(folder, base, setup.arch.layers)?)

@@ -75,8 +75,11 @@ pub(super) struct Scales<'a> {
     /// That of modules without a pattern.
     pub(super) base: f64,
     alpha: f64,
+    /// Whether alpha is divided by the root of the rank.
+    rank_stabilised: bool,
     patterns: &'a Value,
 }
+
 impl<'a> Scales<'a> {
     pub(super) fn new(config: &'a Value) -> Result<Self> {
         let number = |key: &str| {
@@ -84,7 +87,15 @@ impl<'a> Scales<'a> {
             number.with_context(|| format!("{CONFIG}: `{key}` is {}, not above 0", config[key]))
         };
         let (rank, alpha) = (number("r")?, number("lora_alpha")?);
-        Ok(Self { base: alpha / rank, alpha, patterns: &config["alpha_pattern"] })
+        let rank_stabilised = config["use_rslora"] == true;
+        let patterns = &config["alpha_pattern"];
+        let scales = Self { base: 0.0, alpha, rank_stabilised, patterns };
+        Ok(Self { base: alpha / scales.divisor(rank), ..scales })
+    }
+
+    /// Returns what the alpha of an adapter with this rank is divided by.
+    fn divisor(&self, rank: f64) -> f64 {
+        if self.rank_stabilised { rank.sqrt() } else { rank }
     }
 
     /// Returns the scale of a module whose adapter has this rank.
@@ -101,7 +112,7 @@ impl<'a> Scales<'a> {
                 break;
             }
         }
-        Ok(alpha / rank as f64)
+        Ok(alpha / self.divisor(rank as f64))
     }
 }
 

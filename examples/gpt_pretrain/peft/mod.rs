@@ -99,6 +99,11 @@ impl AdapterExport {
 /// If the files in `saved` cannot be read, or those in `folder` cannot be written.
 fn export(saved: &Path, folder: &Path, layers: usize) -> Result<()> {
     let (mut adapters, mut config) = read(saved)?;
+    let has_patterns = |key: &str| config[key].as_object().is_some_and(|it| !it.is_empty());
+    ensure!(
+        !has_patterns("rank_pattern") && !has_patterns("alpha_pattern"),
+        "adapters of several ranks or alphas have no form of GPT-2's; train without --lora-ranks"
+    );
     let scale = Scales::new(&config)?.base;
     let mut merged = BTreeMap::new();
     for layer in 0..layers {
@@ -123,6 +128,8 @@ fn export(saved: &Path, folder: &Path, layers: usize) -> Result<()> {
     config["rank_pattern"] = others().map(|(name, rank)| (name.clone(), json!(rank))).collect();
     config["alpha_pattern"] =
         others().map(|(name, rank)| (name.clone(), json!(alpha(*rank)))).collect();
+    // The alphas are those of scales that are divided by the rank.
+    config["use_rslora"] = false.into();
     config["target_modules"] = targets.into_iter().collect();
     config["fan_in_fan_out"] = true.into();
     write(folder, &merged, &config)
@@ -144,6 +151,7 @@ pub fn import(folder: &Path) -> Result<TempDir> {
     config["lora_alpha"] = (scale * rank as f64).into();
     config["rank_pattern"] = json!({});
     config["alpha_pattern"] = json!({});
+    config["use_rslora"] = false.into();
     config["target_modules"] = adapters.keys().cloned().collect();
     config["fan_in_fan_out"] = false.into();
     let target = tempfile::Builder::new().prefix("gpt2-adapters-").tempdir()?;

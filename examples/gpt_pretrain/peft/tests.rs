@@ -82,23 +82,35 @@ fn adapters_of_any_ranks_and_scales_are_split() {
     for row in attention.b.elements[..6 * 3].chunks_exact_mut(3) {
         (row[0], row[2]) = (0.0, 0.0);
     }
-    theirs.insert("transformer.h.0.attn.c_attn".to_string(), attention.clone());
-    let up = adapter(2, 6, 24, &mut seed);
-    theirs.insert("transformer.h.0.mlp.c_fc".to_string(), up.clone());
+    theirs.insert("transformer.h.0.attn.c_attn".to_string(), attention);
+    theirs.insert("transformer.h.0.mlp.c_fc".to_string(), adapter(2, 6, 24, &mut seed));
     let mut settings = config(3, 6.0);
     settings["rank_pattern"] = json!({"mlp.c_fc": 2});
     settings["alpha_pattern"] = json!({"mlp.c_fc": 3.0});
-    let here = import(saved(&theirs, &settings).path()).unwrap();
+    let mut by_root = settings.clone();
+    by_root["use_rslora"] = true.into();
+    by_root["lora_alpha"] = json!(2.0 * 3f64.sqrt());
+    by_root["alpha_pattern"] = json!({"mlp.c_fc": 1.5 * 2f64.sqrt()});
+    for settings in [settings, by_root] {
+        assert_split(&theirs, &settings);
+    }
+}
+
+/// Asserts that adapters with the scales 2 of the attention and 1.5 of the feed-forward are split.
+fn assert_split(theirs: &BTreeMap<String, Adapter>, settings: &Value) {
+    let attention = &theirs["transformer.h.0.attn.c_attn"];
+    let up = &theirs["transformer.h.0.mlp.c_fc"];
+    let here = import(saved(theirs, settings).path()).unwrap();
     let (found, settings) = read(here.path()).unwrap();
     let names: Vec<_> = found.keys().map(String::as_str).collect();
     assert_eq!(names, ["blocks.0.attention.query", "blocks.0.attention.value", "blocks.0.up"]);
     assert!(found.values().all(|adapter| adapter.rank() == 3));
     let scale = Scales::new(&settings).unwrap().base;
-    let whole = product(&attention, 2.0);
+    let whole = product(attention, 2.0);
     for (name, expected) in [
         ("blocks.0.attention.query", &whole[..36]),
         ("blocks.0.attention.value", &whole[72..]),
-        ("blocks.0.up", &product(&up, 1.5)),
+        ("blocks.0.up", &product(up, 1.5)),
     ] {
         let found = product(&found[name], scale);
         assert_eq!(found.len(), expected.len());
