@@ -4,7 +4,8 @@
 # must end a run with a checkpoint.
 #
 #   tests/kill.sh [KILLS] [BINARY]     5 kills of the debug build of `bert_finetune` by default; `gpt_pretrain`
-#                                      is killed in the same way
+#                                      and `llm_finetune` are killed in the same way. The latter trains adapters
+#                                      with dropout, whose files at the end must be equal as well
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kills=${1:-5}
@@ -18,6 +19,7 @@ log=$work/log
 
 # What differs between the programs: the flags of a run, of its first start and of a restart, how it stops after
 # a step, and what it says when it has resumed.
+whole=()
 case $(basename "$binary") in
   bert_finetune)
     run=("$binary" --steps 100000 --batch-size 2 --max-length 16 --seed 3 --json)
@@ -40,6 +42,18 @@ case $(basename "$binary") in
     load=(--save-dir "$work/run" --save-interval-updates 1)
     stop_after() { echo --max-update "$1"; }
     resumed_after() { echo "Loaded checkpoint .* @ $1 updates)"; }
+    ;;
+  llm_finetune)
+    "$binary" --steps 1 --token-cache "$work/tokens" --save "$work/model" --quiet >/dev/null
+    run=("$binary" --model "$work/model" --lora 4 --lora-dropout 0.1 --token-cache "$work/tokens" --eval-fraction 0.01)
+    run+=(--steps 100000 --batch-size 1 --accumulate 2 --eval-every 40 --seed 3 --json)
+    save=(--save-every 3 --keep-last 2)
+    first=(--save-dir "$work/run" "${save[@]}")
+    again=(--resume "$work/run" "${save[@]}")
+    load=(--resume "$work/run" --save "$work/files-resumed")
+    whole=(--save "$work/files-whole")
+    stop_after() { echo --stop-after "$1"; }
+    resumed_after() { echo "resumed after step $1"; }
     ;;
   *) echo "no flags for $binary"; exit 2 ;;
 esac
@@ -96,7 +110,8 @@ read -ra stop <<<"$(stop_after "$last")"
 grep -q "$(resumed_after "$step")\$" "$log" || fail "the last restart did not resume after step $step"
 # A torn save of the end of an epoch stays until the next one.
 find "$work/run" -path '*/epochs/*' -prune -o -name '*.tmp-*' -print | grep -q . && fail "a torn save was not cleaned up"
-"${run[@]}" "${stop[@]}" >"$work/whole" 2>"$log" || fail "the run that was not killed"
+"${run[@]}" "${whole[@]}" "${stop[@]}" >"$work/whole" 2>"$log" || fail "the run that was not killed"
+if [ -d "$work/files-whole" ]; then diff -r "$work/files-resumed" "$work/files-whole" || fail "other files were saved"; fi
 python3 - "$work/resumed" "$work/whole" <<'PYTHON'
 import json, sys
 tail, whole = (json.loads(open(path).read().splitlines()[-1])["losses"] for path in sys.argv[1:])

@@ -35,7 +35,7 @@ pub struct LoraArgs {
     pub lora_alpha: Option<f64>,
 
     /// Linear layers that get adapters, by the last segments of their names, or all-linear [default:
-    /// query,value]
+    /// query,value; all-linear for models of the Llama family]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
     pub lora_targets: Vec<String>,
 

@@ -73,6 +73,10 @@ pub struct Cli {
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
 
+    /// Write the model with its adapters added to the weights, in place of the adapters alone
+    #[arg(long, requires = "save")]
+    pub merge_adapters: bool,
+
     /// Type of the numbers in the files of --save
     #[arg(long, value_name = "TYPE", requires = "save")]
     pub save_dtype: Option<SaveType>,

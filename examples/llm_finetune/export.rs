@@ -82,7 +82,7 @@ impl Export {
                 files.fold(options, |options, (name, file)| options.with_file(name, file));
             return model.state().save_adapters(&self.folder, &options).with_context(context);
         }
-        let options = SavePretrained::new().with_dtype(dtype);
+        let options = SavePretrained::new().with_dtype(dtype).with_merged_adapters(true);
         let options = files().fold(options, |options, (name, file)| options.with_file(name, file));
         model.state().save_pretrained(&self.folder, &options).with_context(context)
     }

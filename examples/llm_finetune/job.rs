@@ -126,7 +126,7 @@ impl Job {
         ensure!(max_length <= known, "--max-length {max_length}, where the model takes {known}");
         let lora = cli.lora.resolve(&[])?;
         let export = cli.save.as_ref().map(|folder| {
-            let base = lora.as_ref().and(cli.model.clone());
+            let base = lora.as_ref().filter(|_| !cli.merge_adapters).and(cli.model.clone());
             Export::new(folder, cli.save_dtype.unwrap_or(SaveType::F32), files, base)
         });
         let data = read(cli, &tokenizer, max_length)?;

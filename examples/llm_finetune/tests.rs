@@ -2,3 +2,4 @@
 
 mod logits;
 mod runs;
+mod transformers;

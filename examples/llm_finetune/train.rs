@@ -12,7 +12,7 @@ use fsdp_runtime::prelude::*;
 use crate::common::progress::{Progress, Step};
 use crate::common::saver::{Position, Saver, TrainingState, resume};
 use crate::common::training::{adamw, median, read_loss, scale_loss, unscale_gradients};
-use crate::data::{HostBatch, Order, share, steps_per_epoch};
+use crate::data::{Cursor, HostBatch, Order, share, steps_per_epoch};
 use crate::generate::generate;
 use crate::job::Job;
 use crate::learning_rate::schedule;
@@ -209,8 +209,6 @@ impl<'a> Trainer<'a> {
         self.worker.all_reduce_sum(&mut sums)?;
         let [sum, counted, tokens] = sums;
         self.position.step += 1;
-        self.position.examples =
-            (self.position.examples + self.global_rows).min(self.job.train.rows.len());
         self.record(sum / counted, tokens, rate.base(), begin.elapsed())?;
         Ok(self)
     }
@@ -245,10 +243,10 @@ impl<'a> Trainer<'a> {
     /// due.
     fn after_step(&mut self) -> Result<End> {
         let Position { step, epoch, examples } = self.position;
-        let epoch_ends = examples >= self.job.train.rows.len();
-        if epoch_ends {
-            self.position = Position { step, epoch: epoch + 1, examples: 0 };
-        }
+        let here = Cursor { epoch: epoch as u64, row: examples };
+        let next = here.after_step(self.job.train.rows.len(), self.global_rows);
+        self.position = Position { step, epoch: next.epoch as usize, examples: next.row };
+        let epoch_ends = next.row == 0;
         let every = self.job.recipe.args.eval_every;
         let is_due = every.is_some_and(|every| step.is_multiple_of(every));
         let mut end = End::No;

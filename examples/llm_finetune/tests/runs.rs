@@ -9,7 +9,7 @@ use crate::common::checkpoints::Outcome;
 use crate::summary::Summary;
 
 /// Runs the program with short rows and no cache.
-fn run(flags: &[&str]) -> anyhow::Result<Summary> {
+pub fn run(flags: &[&str]) -> anyhow::Result<Summary> {
     let base = "llm_finetune --quiet --device flex --token-cache none --eval-fraction 0.02 --max-length 96";
     let flags: Vec<&str> = base.split(' ').chain(flags.iter().copied()).collect();
     let cli = Cli::parse_from(flags);
@@ -28,7 +28,8 @@ fn assert_close(found: f64, expected: f64, what: &str) {
     assert!((found / expected - 1.0).abs() < 1e-5, "{what}: {found} {expected}");
 }
 
-fn path(folder: &Path) -> &str {
+/// Returns a path as text.
+pub fn path(folder: &Path) -> &str {
     folder.to_str().unwrap()
 }
 
@@ -101,6 +102,13 @@ fn adapters_are_trained_on_a_saved_model() {
     }
     let again = run(&[&tune[..], &["--adapters", path(&adapters)]].concat()).unwrap();
     assert_eq!(again.perplexity_before, tuned.perplexity);
+    // The weights with the adapters added are a model of their own.
+    let merged = folder.path().join("merged");
+    let merge = ["--adapters", path(&adapters), "--stop-after", "1", "--learning-rate", "1e-30"];
+    let save = ["--save", path(&merged), "--merge-adapters"];
+    run(&[&tune[..], &merge, &save].concat()).unwrap();
+    let plain = run(&["--model", path(&merged), "--steps", "1"]).unwrap();
+    assert_close(plain.perplexity_before.unwrap(), tuned.perplexity.unwrap(), "merged");
     let stored = run(&[&tune[..], &lora, &["--quantize", "nf4"]].concat()).unwrap();
     assert!(stored.sharded_bytes_per_rank < tuned.sharded_bytes_per_rank / 3);
 }

@@ -47,7 +47,8 @@ impl LinearConfig {
 /// - [`forward_activated`](Self::forward_activated) applies bias and activation in one pass.
 /// - A LoRA adapter is not added to the weight: the layer computes `x · weight + scale · (x · a) · b`, and
 ///   keeps `x` and `x · a` for backward. Nothing of the weight's size is kept or computed for a frozen
-///   weight. See [the page on LoRA](crate::guide::lora).
+///   weight. With [`LoraConfig::with_dropout`](crate::lora::LoraConfig::with_dropout) the adapter's `x` is
+///   dropped in training, by a mask that is not stored. See [the page on LoRA](crate::guide::lora).
 /// - In a sharded model the gradients of the parameters are computed in the dtype in which they are
 ///   reduced. So an f32 reduction of a bf16 model does not round them to bf16 before.
 ///

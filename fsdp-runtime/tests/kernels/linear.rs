@@ -248,64 +248,92 @@ struct Pair {
     second: Linear,
 }
 
-/// The mask of an adapter's input, as the output shows it, is that of the gradients.
-#[test]
-fn dropout_of_an_adapters_input_has_one_mask_in_both_passes() {
-    const WIDTH: usize = 12;
+/// Two layers whose adapters add `SCALE` times their input, which is dropped.
+struct Dropped {
+    pair: Pair,
+    /// Weight and factors of each layer.
+    params: [[Tensor<2>; 3]; 2],
+    /// No element is zero: the mask is seen in each.
+    input: Tensor<2>,
+    weight: Tensor<2>,
+    of_output: Tensor<2>,
+}
+
+impl Dropped {
     const ROWS: usize = 33;
-    let (prob, scale) = (0.25, 0.5);
-    for device in devices() {
-        let numbers = |rows, seed| matrix([rows, WIDTH], 1.0, seed, &device, FloatDType::F32);
-        // No element is zero: the mask is seen in each.
-        let input = numbers(ROWS, 1) + 2.0;
-        let (weight, of_output) = (numbers(WIDTH, 2), numbers(ROWS, 3));
-        // With factors that are the identity, the adapter adds `scale` times its input.
-        let eye = Tensor::<2>::eye(WIDTH, &device);
+    const WIDTH: usize = 12;
+    const PROB: f64 = 0.25;
+    const SCALE: f64 = 0.5;
+
+    fn new(device: &Device, dtype: FloatDType) -> Self {
+        let numbers = |rows, seed| matrix([rows, Self::WIDTH], 1.0, seed, device, dtype);
+        let (weight, of_output) = (numbers(Self::WIDTH, 2), numbers(Self::ROWS, 3));
+        let eye = Tensor::<2>::eye(Self::WIDTH, device).cast(dtype);
         let tracked = |matrix: &Tensor<2>| Tensor::<2>::from_inner(matrix.clone()).require_grad();
         let params = [(); 2].map(|()| [&weight, &eye, &eye].map(tracked));
-        let config = LinearConfig::new(WIDTH, WIDTH).with_bias(false);
+        let config = LinearConfig::new(Self::WIDTH, Self::WIDTH).with_bias(false);
         let layer = || config.init(&device.clone().autodiff());
-        let lora = LoraConfig::new(WIDTH).with_alpha(scale * WIDTH as f64).with_dropout(prob);
+        let lora = LoraConfig::new(Self::WIDTH)
+            .with_alpha(Self::SCALE * Self::WIDTH as f64)
+            .with_dropout(Self::PROB);
         let pair = lora.apply(Pair { first: layer(), second: layer() }).expect("two layers");
-        let mut fill = FillLeaves(params.clone().concat());
-        let pair = pair.map(&mut fill);
+        let pair = pair.map(&mut FillLeaves(params.clone().concat()));
+        Self { pair, params, input: numbers(Self::ROWS, 1) + 2.0, weight, of_output }
+    }
+
+    /// Compares the gradients with those of the masks that the outputs show. Returns the masks.
+    fn check(&self, together: bool) -> Vec<Vec<f64>> {
+        let Self { pair, input, weight, of_output, .. } = self;
         let layers = [&pair.first, &pair.second];
-        let plain = input.clone().matmul(weight.clone());
-        let expected = elements_of(&(plain.clone() + input.clone() * scale));
-        let valid = pair.valid().first.forward(input.clone());
-        assert_rounded_by(1e-5, &elements_of(&valid), &expected, "evaluation drops nothing");
-        for together in [true, false] {
-            let x = Tensor::<2>::from_inner(input.clone()).require_grad();
-            let outputs = match together {
-                true => Linear::forward_each(layers, x.clone()),
-                false => layers.map(|layer| layer.forward(x.clone())),
-            };
-            let weighted = |y: Tensor<2>| (y * Tensor::from_inner(of_output.clone())).sum();
-            let [first, second] = outputs.clone().map(weighted);
-            let gradients = (first + second).backward();
-            let mut of_input = input.zeros_like();
-            let mut masks = Vec::new();
-            for ([_, factors @ ..], output) in params.iter().zip(outputs) {
-                let mask = (output.inner() - plain.clone()) / (input.clone() * scale);
-                let kept = mask.greater_elem(0.5).float() / (1.0 - prob);
-                masks.push(elements_of(&kept));
-                let dropped = input.clone() * kept.clone();
-                let of_factor =
-                    elements_of(&(dropped.transpose().matmul(of_output.clone()) * scale));
-                for factor in factors {
-                    let found = factor.grad(&gradients).expect("a gradient of each factor");
-                    assert_rounded_by(1e-5, &elements_of(&found), &of_factor, "a factor");
-                }
-                of_input = of_input
-                    + of_output.clone().matmul(weight.clone().transpose())
-                    + of_output.clone() * kept * scale;
+        let x = Tensor::<2>::from_inner(input.clone()).require_grad();
+        let outputs = match together {
+            true => Linear::forward_each(layers, x.clone()),
+            false => layers.map(|layer| layer.forward(x.clone())),
+        };
+        let weighted = |y: Tensor<2>| (y * Tensor::from_inner(of_output.clone())).sum();
+        let [first, second] = outputs.clone().map(weighted);
+        let gradients = (first + second).backward();
+        let mut of_input = input.zeros_like();
+        let mut masks = Vec::new();
+        for ([_, factors @ ..], output) in self.params.iter().zip(outputs) {
+            let added = output.inner() - input.clone().matmul(weight.clone());
+            let kept = (added / (input.clone() * Self::SCALE)).greater_elem(0.5).float();
+            let mask = kept.cast(input.dtype()) / (1.0 - Self::PROB);
+            masks.push(elements_of(&mask));
+            let dropped = (input.clone() * mask.clone()).transpose();
+            let of_factor = elements_of(&(dropped.matmul(of_output.clone()) * Self::SCALE));
+            for factor in factors {
+                let found = factor.grad(&gradients).expect("a gradient of each factor");
+                assert_rounded_by(1e-5, &elements_of(&found), &of_factor, "a factor");
             }
-            let found = elements_of(&x.grad(&gradients).expect("a gradient of the input"));
-            assert_rounded_by(1e-5, &found, &elements_of(&of_input), "the input");
+            of_input = of_input
+                + of_output.clone().matmul(weight.clone().transpose())
+                + of_output.clone() * mask * Self::SCALE;
+        }
+        let found = elements_of(&x.grad(&gradients).expect("a gradient of the input"));
+        assert_rounded_by(1e-5, &found, &elements_of(&of_input), "the input");
+        masks
+    }
+}
+
+/// The mask of an adapter's input, as the output shows it, is that of the gradients. There is no kernel
+/// for f64.
+#[test]
+fn dropout_of_an_adapters_input_has_one_mask_in_both_passes() {
+    let with = |dtype| move |device: Device| (device, dtype);
+    let cases = devices().into_iter().map(with(FloatDType::F32));
+    for (device, dtype) in cases.chain([Device::flex()].map(with(FloatDType::F64))) {
+        let dropped = Dropped::new(&device, dtype);
+        let Dropped { pair, input, weight, .. } = &dropped;
+        let expected = input.clone().matmul(weight.clone()) + input.clone() * Dropped::SCALE;
+        let valid = elements_of(&pair.valid().first.forward(input.clone()));
+        assert_rounded_by(1e-5, &valid, &elements_of(&expected), "evaluation drops nothing");
+        for together in [true, false] {
+            let masks = dropped.check(together);
             assert_ne!(masks[0], masks[1], "each layer has a mask of its own");
-            let dropped = masks.iter().flatten().filter(|kept| **kept == 0.0).count();
-            let share = dropped as f64 / (2 * ROWS * WIDTH) as f64;
-            assert!((share - prob).abs() < 0.06, "{share} on {device:?}");
+            let zeros = masks.iter().flatten().filter(|element| **element == 0.0).count();
+            let share = zeros as f64 / (2 * Dropped::ROWS * Dropped::WIDTH) as f64;
+            assert!((share - Dropped::PROB).abs() < 0.06, "{share} in {dtype:?} on {device:?}");
         }
     }
 }
