@@ -321,7 +321,7 @@ impl Dropped {
 #[test]
 fn dropout_of_an_adapters_input_has_one_mask_in_both_passes() {
     let with = |dtype| move |device: Device| (device, dtype);
-    let cases = devices().into_iter().map(with(FloatDType::F32));
+    let cases = devices().map(with(FloatDType::F32));
     for (device, dtype) in cases.chain([Device::flex()].map(with(FloatDType::F64))) {
         let dropped = Dropped::new(&device, dtype);
         let Dropped { pair, input, weight, .. } = &dropped;
