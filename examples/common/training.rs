@@ -56,6 +56,7 @@ pub fn read_loss(loss: Tensor<1>) -> Result<f64> {
 /// # Errors
 ///
 /// If a peer fails.
+#[allow(dead_code, reason = "`llm_finetune` weighs ranks by tokens")]
 pub fn mean_over_ranks(losses: &mut [f64], worker: &Worker) -> Result<()> {
     worker.all_reduce_sum(losses)?;
     losses.iter_mut().for_each(|loss| *loss /= worker.world().size() as f64);
@@ -63,6 +64,7 @@ pub fn mean_over_ranks(losses: &mut [f64], worker: &Worker) -> Result<()> {
 }
 
 /// Returns the random numbers that shuffle the examples of one epoch, the same on every rank.
+#[allow(dead_code, reason = "`llm_finetune` has an order of its own")]
 pub fn epoch_rng(seed: u64, epoch: usize) -> StdRng {
     // The odd factor separates seeds from epochs: seed 1 in epoch 0 differs from seed 0 in epoch 1.
     let epoch = (epoch as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
