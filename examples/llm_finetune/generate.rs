@@ -181,3 +181,64 @@ impl Generator<'_> {
         Tensor::from_data(TensorData::new(ids, [1, length]), &self.device)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::device::DeviceName;
+    use crate::job::Model;
+
+    fn with_tiny<T>(positions: usize, test: impl FnOnce(&Generator<'_>) -> T) -> T {
+        let device = DeviceName::Flex.resolve().unwrap();
+        device.seed(2);
+        let tiny = Model::read(None).unwrap();
+        let model = tiny.config.init(positions, &device);
+        let sampling =
+            SamplingArgs { max_new_tokens: 12, temperature: 0.0, top_k: None, top_p: None };
+        let tokenizer = &tiny.tokenizer;
+        test(&Generator { model: &model, tokenizer, positions, sampling, device })
+    }
+
+    /// Each message is answered with all messages before it in view.
+    #[test]
+    fn a_conversation_ends_at_an_empty_line() {
+        with_tiny(256, |generator| {
+            let mut output = Vec::new();
+            let mut rng = StdRng::seed_from_u64(1);
+            let input = "Hello\nWhat is 2 + 3?\n\nnever read\n";
+            generator.converse(&mut input.as_bytes(), &mut output, &mut rng).unwrap();
+            let first = [Message::new(Role::User, "Hello")];
+            let answer = generator.answer(&first, &mut rng, |_| Ok(())).unwrap();
+            let [hello] = first;
+            let second = [
+                hello,
+                Message::new(Role::Assistant, &answer),
+                Message::new(Role::User, "What is 2 + 3?"),
+            ];
+            let next = generator.answer(&second, &mut rng, |_| Ok(())).unwrap();
+            assert_eq!(String::from_utf8(output).unwrap(), format!("> {answer}\n> {next}\n> "));
+        });
+    }
+
+    #[test]
+    fn an_answer_ends_where_the_positions_do() {
+        let message = [Message::new(Role::User, "Hello")];
+        let tokens = |positions| {
+            with_tiny(positions, |generator| {
+                let (mut rng, mut count) = (StdRng::seed_from_u64(1), 0);
+                let prompt = generator.tokenizer.encode_prompt(&message).unwrap().len();
+                let answer = generator.answer(&message, &mut rng, |_| {
+                    count += 1;
+                    Ok(())
+                });
+                answer.map(|_| (prompt, count))
+            })
+        };
+        let (prompt, count) = tokens(256).unwrap();
+        assert_eq!(count, 12, "`max_new_tokens`, as the model has not learned to end");
+        // The last token needs no position.
+        assert_eq!(tokens(prompt + 3).unwrap(), (prompt, 4));
+        let error = tokens(prompt).unwrap_err().to_string();
+        assert!(error.contains(&format!("a conversation of {prompt} tokens")), "{error}");
+    }
+}

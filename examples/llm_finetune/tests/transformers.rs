@@ -41,7 +41,8 @@ fn python() -> Option<String> {
 
 /// Returns the logits that transformers computes after the question, with adapters if there are any.
 fn theirs(python: &str, model: &Path, adapters: Option<&Path>) -> Theirs {
-    let paths: Vec<_> = [Some(model), adapters].into_iter().flatten().map(Path::as_os_str).collect();
+    let paths: Vec<_> =
+        [Some(model), adapters].into_iter().flatten().map(Path::as_os_str).collect();
     let arguments = [&[QUESTION.as_ref()], &paths[..]].concat();
     let output = run_script(python, "llm_finetune/fixtures/logits_of.py", &arguments);
     serde_json::from_slice(&output).expect("the script prints JSON")
