@@ -229,7 +229,9 @@ impl Settings {
         let (Some(key), Some(parameters)) = (key, parameters) else {
             return Ok((theta as f32, None));
         };
-        if parameters.get("partial_rotary_factor").is_some_and(|factor| *factor != Value::from(1.0))
+        if parameters
+            .get("partial_rotary_factor")
+            .is_some_and(|factor| factor.as_f64() != Some(1.0))
         {
             let expected = "supported is a `partial_rotary_factor` of 1.0";
             return Err(self.error(key, expected.into()));

@@ -31,6 +31,8 @@ pub fn text(cli: &Cli, settings: &LaunchSettings) -> Result<String> {
         // A tied embedding multiplies with every token; an embedding of its own is only looked up.
         let lookups: &[&str] = if config.tie_word_embeddings { &[] } else { &["tokens.weight"] };
         let plan = plan.with_lookups(lookups).with_attention("DecoderLayer", attention, true);
+        // The embedding's output, and the input of the head.
+        let plan = plan.with_activations("CausalLm", 2 * config.hidden_size, 0);
         Ok(plan.with_activations("DecoderLayer", config.activations(), config.hidden_size))
     })
 }

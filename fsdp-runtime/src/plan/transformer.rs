@@ -158,11 +158,12 @@ impl Transformer {
     /// Sets the attention and the activations of a layer.
     ///
     /// A layer saves its input, both norms, queries, keys, values, the attention's output, the
-    /// residual stream between its halves, and the tensors of the feed-forward layer: four in a
-    /// gated one, two otherwise. Attention saves no square of the length.
+    /// residual stream between its halves, and the tensors of the feed-forward layer: three in a
+    /// gated one, as with [`swiglu`](crate::nn::swiglu), two otherwise. Attention saves no square of the
+    /// length.
     pub(super) fn set_activations(&self, unit: &mut UnitShape) {
         let keys = self.hidden / self.heads * self.kv_heads;
-        let wide = if self.is_llama { 4 } else { 2 } * self.feed_forward;
+        let wide = if self.is_llama { 3 } else { 2 } * self.feed_forward;
         unit.attention_width = self.hidden;
         unit.saved_elements = 6 * self.hidden + 2 * keys + wide;
         unit.input_elements = self.hidden;
