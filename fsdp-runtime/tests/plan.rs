@@ -178,7 +178,7 @@ fn settings_change_the_estimate() {
     assert!(hybrid.memory.shards > 7 * full.memory.shards);
     let recomputed = options().with_activation_checkpointing(ActivationCheckpointing::All);
     let recomputed = estimate(&recomputed, batch);
-    assert!(recomputed.memory.activations < full.memory.activations / 4);
+    assert!(recomputed.memory.activations < full.memory.activations / 3);
     let ratio = recomputed.compute / full.compute;
     assert!((1.3..1.35).contains(&ratio), "a forward more, but for the outermost unit: {ratio}");
     let twice = estimate(&options(), batch.with_micro_batches(2));
