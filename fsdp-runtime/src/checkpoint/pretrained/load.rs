@@ -40,9 +40,10 @@ impl<M: FsdpModule> StateMut<'_, M> {
     ///
     /// # Errors
     ///
-    /// [`LoadError`] where a file holds different copies of a tied parameter, cannot be read or is in none of these formats, where an index does
-    /// not fit the files, or where a pickle imports a name that weights do not need. The same error where the tensors do not fit the model, with all keys that
-    /// are missing, unexpected or of the wrong shape. [`CollectiveError`](crate::errors::CollectiveError)
+    /// [`LoadError`] where a file cannot be read or is in none of these formats, where an index does not fit
+    /// the files, or where a pickle imports a name that weights do not need. The same error where the tensors
+    /// do not fit the model, with all keys that are missing, unexpected or of the wrong shape, and where a
+    /// file has two different tensors for a tied parameter. [`CollectiveError`](crate::errors::CollectiveError)
     /// where another rank has such an error.
     pub fn load_safetensors(
         &mut self,
