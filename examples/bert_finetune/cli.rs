@@ -19,6 +19,7 @@ use crate::common::plan::PlanArgs;
 use crate::common::saver::CheckpointPlan;
 use crate::common::tensorboard::TensorBoardArgs;
 use crate::common::trace::TraceArgs;
+use crate::common::training::total_steps;
 use crate::model::BertForSequenceClassification;
 
 /// Trains a BERT sentence classifier whose parameters, gradients and optimizer state are sharded
@@ -234,11 +235,7 @@ impl Cli {
 impl Recipe {
     /// Returns the number of steps of a run whose epochs have `per_epoch` steps each.
     pub fn total_steps(&self, per_epoch: usize) -> usize {
-        let in_epochs = self.epochs.map(|epochs| epochs.saturating_mul(per_epoch));
-        match (in_epochs, self.steps) {
-            (Some(in_epochs), Some(steps)) => in_epochs.min(steps),
-            (in_epochs, steps) => in_epochs.or(steps).unwrap_or(per_epoch),
-        }
+        total_steps(self.epochs, self.steps, per_epoch)
     }
 }
 

@@ -1,12 +1,10 @@
 //! Learning rate schedule: linear warm-up, then linear decay.
 
-use anyhow::{Result, anyhow};
-use burn::lr_scheduler::LrSchedulerConfig;
-use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use anyhow::Result;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 
 use crate::cli::Recipe;
+use crate::common::learning_rate::LrScheduler;
 
 /// Builds the schedule of a run of `total` steps. The rate rises to its peak in the fraction of
 /// steps that [`Recipe::warmup`] gives, and falls towards 0 in the remaining steps.
@@ -15,16 +13,7 @@ use crate::cli::Recipe;
 ///
 /// If Burn rejects the schedule.
 pub fn schedule(recipe: &Recipe, total: usize) -> Result<ModuleLrScheduler> {
-    let peak = recipe.learning_rate;
-    let warmup = ((total as f64 * recipe.warmup).ceil() as usize).max(1);
-    let rise = match warmup {
-        1 => LrSchedulerConfig::Constant(peak),
-        _ => LinearLrSchedulerConfig::new(peak / warmup as f64, peak, warmup - 1).into(),
-    };
-    let fall = LinearLrSchedulerConfig::new(peak, 0.0, total.saturating_sub(warmup).max(1));
-    SequentialLrSchedulerConfig::new(vec![rise, fall.into()], vec![warmup])
-        .init()
-        .map_err(|error| anyhow!("learning rate schedule: {error}"))
+    LrScheduler::Linear.schedule(recipe.learning_rate, recipe.warmup, total)
 }
 
 #[cfg(test)]

@@ -5,6 +5,8 @@
 
 pub mod allocator;
 pub mod args;
+#[allow(dead_code, reason = "`mnist` and `bert_finetune` cache nothing")]
+pub mod cache_folder;
 #[allow(dead_code, reason = "`mnist` saves no checkpoints")]
 pub mod checkpoints;
 #[allow(dead_code, reason = "most examples read the file")]
@@ -12,6 +14,8 @@ pub mod config_file;
 pub mod device;
 #[allow(dead_code, reason = "`mnist` and `gpt_pretrain` have settings of their own")]
 pub mod launch_settings;
+#[allow(dead_code, reason = "`mnist` and `gpt_pretrain` have schedules of their own")]
+pub mod learning_rate;
 #[allow(dead_code, reason = "`mnist` has no log file")]
 pub mod log_file;
 #[allow(dead_code, reason = "`mnist` has no adapters")]

@@ -17,6 +17,17 @@ pub fn adamw(config: AdamWConfig) -> ModuleOptimizer {
     optimizer.with_group(vectors, without_decay, None)
 }
 
+/// Returns the number of steps of a run whose epochs have `per_epoch` steps each: the smaller of both
+/// limits, or one epoch without any.
+#[allow(dead_code, reason = "`mnist` and `gpt_pretrain` have limits of their own")]
+pub fn total_steps(epochs: Option<usize>, steps: Option<usize>, per_epoch: usize) -> usize {
+    let in_epochs = epochs.map(|epochs| epochs.saturating_mul(per_epoch));
+    match (in_epochs, steps) {
+        (Some(in_epochs), Some(steps)) => in_epochs.min(steps),
+        (in_epochs, steps) => in_epochs.or(steps).unwrap_or(per_epoch),
+    }
+}
+
 /// Multiplies the loss by the loss scale, if there is one.
 pub fn scale_loss(loss: Tensor<1>, scaler: Option<&GradScaler>) -> Tensor<1> {
     match scaler {

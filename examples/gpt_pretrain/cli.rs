@@ -10,6 +10,7 @@ use crate::arch::Arch;
 use crate::bpe::Gpt2Files;
 use crate::checkpoints::CheckpointArgs;
 use crate::common::args::{OutputArgs, RankArgs};
+use crate::common::cache_folder::cache_folder;
 use crate::common::log_file::LogArgs;
 use crate::common::lora::LoraArgs;
 use crate::common::memory::MemoryArgs;
@@ -317,15 +318,7 @@ impl Cli {
 
     /// Returns the directory that word pieces are cached in, if they are.
     pub fn bpe_cache(&self) -> Option<PathBuf> {
-        let home = || std::env::home_dir().map(|home| home.join(".cache"));
-        match &self.bpe_cache {
-            Some(none) if none.as_os_str() == "none" => None,
-            Some(folder) => Some(folder.clone()),
-            None => {
-                let cache = std::env::var_os("XDG_CACHE_HOME").filter(|folder| !folder.is_empty());
-                Some(cache.map(PathBuf::from).or_else(home)?.join("fsdp-burn"))
-            }
-        }
+        cache_folder(self.bpe_cache.as_deref())
     }
 }
 

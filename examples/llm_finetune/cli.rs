@@ -10,6 +10,7 @@ use clap::{Args, Parser, ValueEnum};
 use crate::common::args::{OutputArgs, RankArgs};
 use crate::common::checkpoints::{ResumeFrom, SaveArgs};
 use crate::common::launch_settings::{LaunchInputs, LaunchSettings};
+use crate::common::learning_rate::LrScheduler;
 use crate::common::log_file::LogArgs;
 use crate::common::lora::LoraArgs;
 use crate::common::memory::MemoryArgs;
@@ -18,6 +19,7 @@ use crate::common::plan::PlanArgs;
 use crate::common::saver::CheckpointPlan;
 use crate::common::tensorboard::TensorBoardArgs;
 use crate::common::trace::TraceArgs;
+use crate::common::training::total_steps;
 use crate::generate::GenerateArgs;
 use crate::model::CausalLm;
 
@@ -247,18 +249,6 @@ pub enum PackingName {
     InOrder,
 }
 
-/// How the learning rate falls after the warm-up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum LrScheduler {
-    /// By a cosine, to 0 at the end.
-    #[default]
-    Cosine,
-    /// Linearly, to 0 at the end.
-    Linear,
-    /// Not at all.
-    Constant,
-}
-
 /// Type of the numbers in saved files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SaveType {
@@ -343,11 +333,7 @@ impl Cli {
 impl Recipe {
     /// Returns the number of steps of a run whose epochs have `per_epoch` steps each.
     pub fn total_steps(&self, per_epoch: usize) -> usize {
-        let in_epochs = self.epochs.map(|epochs| epochs.saturating_mul(per_epoch));
-        match (in_epochs, self.steps) {
-            (Some(in_epochs), Some(steps)) => in_epochs.min(steps),
-            (in_epochs, steps) => in_epochs.or(steps).unwrap_or(per_epoch),
-        }
+        total_steps(self.epochs, self.steps, per_epoch)
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 
 use crate::cli::{Cli, PackingName};
+use crate::common::cache_folder::cache_folder;
 use crate::data::{
     CacheUse, ChatTokenizer, Dataset, EncodeOptions, HostBatch, Packing, PrepareOptions, RowLength,
     Rows, Source, bigram_perplexity, split,
@@ -68,7 +69,8 @@ pub fn read(cli: &Cli, tokenizer: &ChatTokenizer, max_length: usize) -> Result<C
             truncate: args.truncate,
             train_on_prompt: args.train_on_prompt,
         };
-        let (cache, strict, quiet) = (token_cache(cli), args.strict, cli.output.quiet);
+        let (cache, strict, quiet) =
+            (cache_folder(args.token_cache.as_deref()), args.strict, cli.output.quiet);
         Dataset::prepare(&PrepareOptions { sources, cache, encode, strict, quiet }, tokenizer)
     };
     let all = prepare(sources).context(name)?;
@@ -127,17 +129,4 @@ fn describe(name: &str, dataset: &Dataset) -> String {
         text.push_str(&format!("{}\n", dataset.report()));
     }
     text
-}
-
-/// Returns the directory that tokens are cached in, if they are.
-fn token_cache(cli: &Cli) -> Option<PathBuf> {
-    let home = || std::env::home_dir().map(|home| home.join(".cache"));
-    match &cli.data.token_cache {
-        Some(none) if none.as_os_str() == "none" => None,
-        Some(folder) => Some(folder.clone()),
-        None => {
-            let cache = std::env::var_os("XDG_CACHE_HOME").filter(|folder| !folder.is_empty());
-            Some(cache.map(PathBuf::from).or_else(home)?.join("fsdp-burn"))
-        }
-    }
 }

@@ -1,36 +1,17 @@
-//! Learning rate schedule: linear warm-up, then a decay.
+//! Learning rate schedule: linear warm-up, then the decay of `--lr-scheduler`.
 
-use anyhow::{Result, anyhow};
-use burn::lr_scheduler::LrSchedulerConfig;
-use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
-use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use anyhow::Result;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 
-use crate::cli::{LrScheduler, Recipe};
+use crate::cli::Recipe;
 
-/// Builds the schedule of a run of `total` steps. The rate rises to its peak in the fraction of steps that
-/// `--warmup` gives, and then falls towards 0, unless `--lr-scheduler constant` keeps it.
+/// Builds the schedule of a run of `total` steps.
 ///
 /// # Errors
 ///
 /// If Burn rejects the schedule.
 pub fn schedule(recipe: &Recipe, total: usize) -> Result<ModuleLrScheduler> {
-    let peak = recipe.learning_rate;
-    let warmup = ((total as f64 * recipe.args.warmup).ceil() as usize).max(1);
-    let rise = match warmup {
-        1 => LrSchedulerConfig::Constant(peak),
-        _ => LinearLrSchedulerConfig::new(peak / warmup as f64, peak, warmup - 1).into(),
-    };
-    let steps = total.saturating_sub(warmup).max(1);
-    let fall = match recipe.args.lr_scheduler {
-        LrScheduler::Cosine => CosineAnnealingLrSchedulerConfig::new(peak, steps).into(),
-        LrScheduler::Linear => LinearLrSchedulerConfig::new(peak, 0.0, steps).into(),
-        LrScheduler::Constant => LrSchedulerConfig::Constant(peak),
-    };
-    SequentialLrSchedulerConfig::new(vec![rise, fall], vec![warmup])
-        .init()
-        .map_err(|error| anyhow!("learning rate schedule: {error}"))
+    recipe.args.lr_scheduler.schedule(recipe.learning_rate, recipe.args.warmup, total)
 }
 
 #[cfg(test)]

@@ -17,9 +17,7 @@ use fsdp_runtime::nn::{
 use fsdp_runtime::prelude::*;
 
 use crate::config::ModelConfig;
-
-/// Label of a position whose prediction does not count.
-pub const IGNORED: i64 = -100;
+use crate::data::IGNORED;
 
 /// Decoder that predicts the next token at every position.
 #[derive(Module, Debug)]
@@ -135,7 +133,7 @@ impl CausalLm {
         let hidden = self.hidden(rows).select(0, labels.at);
         let options = LinearCrossEntropyOptions::new()
             .with_reduction(Reduction::Sum)
-            .with_ignore_index(IGNORED);
+            .with_ignore_index(i64::from(IGNORED));
         linear_cross_entropy(hidden, self.head.weight.val(), labels.ids, options)
     }
 }

@@ -12,11 +12,11 @@ use fsdp_runtime::prelude::*;
 use crate::common::progress::{Progress, Step};
 use crate::common::saver::{Position, Saver, TrainingState, resume};
 use crate::common::training::{adamw, median, read_loss, scale_loss, unscale_gradients};
-use crate::data::{Cursor, HostBatch, Order, share, steps_per_epoch};
+use crate::data::{Cursor, HostBatch, IGNORED, Order, share, steps_per_epoch};
 use crate::generate::generate;
 use crate::job::Job;
 use crate::learning_rate::schedule;
-use crate::model::{CausalLm, IGNORED, Labels, Rows};
+use crate::model::{CausalLm, Labels, Rows};
 use crate::sharding::{forecast, shard_model};
 use crate::summary::Summary;
 
@@ -172,14 +172,14 @@ impl<'a> Trainer<'a> {
         let micro_batches = self.job.recipe.args.accumulate;
         // Sums of the losses, of the counted tokens, and of all tokens.
         let mut sums = [0.0; 3];
-        let mut gradients = None;
+        let (mut values, mut gradients) = (Vec::new(), None);
         for micro_batch in 0..micro_batches {
             let rows = self.rows(micro_batch);
             let batch = self.job.train.batch(&rows)?;
             let (rows, labels) = on_device(&batch, self.worker.device());
             let model = &self.state.model;
             let sum = model.forward_loss(rows, labels);
-            let value = sum.clone().inner();
+            values.push(sum.clone().inner());
             let scaled = scale_loss(sum, self.state.scaler.as_ref());
             let weight = batch.counted as f64;
             if micro_batch + 1 < micro_batches {
@@ -187,7 +187,6 @@ impl<'a> Trainer<'a> {
             } else {
                 gradients = Some(model.backward_sum(scaled, weight)?);
             }
-            sums[0] += read_loss(value)?;
             sums[1] += weight;
             sums[2] += batch.tokens as f64;
         }
@@ -205,6 +204,10 @@ impl<'a> Trainer<'a> {
                 self.state.model =
                     self.state.optimizer.step(rate.clone(), self.state.model, gradients);
             }
+        }
+        // Reading a loss waits for the device, so that all of them are read after the update was begun.
+        for value in values {
+            sums[0] += read_loss(value)?;
         }
         self.worker.all_reduce_sum(&mut sums)?;
         let [sum, counted, tokens] = sums;
@@ -356,13 +359,12 @@ fn on_device(batch: &HostBatch, device: &Device) -> (Rows, Labels) {
         positions: ints(&batch.positions),
         sight: causal.with_segments(ints(&batch.segments)),
     };
-    let counted =
-        batch.labels.iter().enumerate().filter(|(_, label)| i64::from(**label) != IGNORED);
+    let counted = batch.labels.iter().enumerate().filter(|(_, label)| **label != IGNORED);
     let (mut at, mut ids): (Vec<i32>, Vec<i32>) =
         counted.map(|(at, label)| (at as i32, *label)).unzip();
     if at.is_empty() {
         // A rank without a counted token runs its passes as well.
-        (at, ids) = (vec![0], vec![IGNORED as i32]);
+        (at, ids) = (vec![0], vec![IGNORED]);
     }
     let list = |numbers: Vec<i32>| {
         let count = numbers.len();
