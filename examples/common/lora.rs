@@ -39,6 +39,10 @@ pub struct LoraArgs {
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
     pub lora_targets: Vec<String>,
 
+    /// Numbers of the blocks whose layers get adapters, such as 0,1 [default: all]
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', requires = "lora")]
+    pub lora_layers: Vec<usize>,
+
     /// Directory of adapters to start from, in PEFT's format: `adapter_config.json` and
     /// `adapter_model.safetensors`. They are trained on, in place of new ones of --lora
     #[arg(long, value_name = "DIR", requires = "pretrained", conflicts_with = "lora")]
@@ -136,5 +140,6 @@ impl LoraArgs {
             .with_rslora(self.lora_rslora)
             .with_rank_pattern(self.lora_ranks.clone())
             .with_target_modules(targets)
+            .with_layers_to_transform(self.lora_layers.clone())
     }
 }

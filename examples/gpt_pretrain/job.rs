@@ -177,6 +177,10 @@ impl Job {
             cli.lora.lora_ranks.is_empty() || cli.save_adapters.is_none(),
             "--save-adapters writes adapters of one rank; leave --lora-ranks out"
         );
+        ensure!(
+            cli.lora.lora_layers.is_empty() || cli.save_adapters.is_none(),
+            "--save-adapters writes adapters of all blocks; leave --lora-layers out"
+        );
         let export = match (&cli.save_adapters, &cli.pretrained) {
             (Some(folder), Some(base)) => {
                 Some(AdapterExport::new(folder, base, setup.arch.layers)?)

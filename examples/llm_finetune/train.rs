@@ -350,14 +350,13 @@ impl<'a> Trainer<'a> {
 /// Copies a batch to a device.
 fn on_device(batch: &HostBatch, device: &Device) -> (Rows, Labels) {
     let shape = [batch.rows, batch.length];
-    let ints = |numbers: &[i32]| {
-        Tensor::<2, Int>::from_data(TensorData::new(numbers.to_vec(), shape), device)
-    };
+    let data = |numbers: &[i32]| TensorData::new(numbers.to_vec(), shape);
+    let ints = |numbers: &[i32]| Tensor::<2, Int>::from_data(data(numbers), device);
     let causal = AttentionOptions::new().with_causal(true);
     let rows = Rows {
         ids: ints(&batch.ids),
         positions: ints(&batch.positions),
-        sight: causal.with_segments(ints(&batch.segments)),
+        sight: causal.with_segment_data(&data(&batch.segments)),
     };
     let counted = batch.labels.iter().enumerate().filter(|(_, label)| **label != IGNORED);
     let (mut at, mut ids): (Vec<i32>, Vec<i32>) =

@@ -401,8 +401,6 @@ fn adapters_that_do_not_fit_are_refused() {
         ("use_dora", true.into()),
         ("bias", "all".into()),
         ("init_lora_weights", "pissa".into()),
-        ("layers_to_transform", serde_json::json!([0, 1])),
-        ("target_modules", ".*up".into()),
         ("exclude_modules", ".*up".into()),
         ("target_parameters", serde_json::json!(["experts.down"])),
         ("a_setting_of_next_year", 3.into()),
@@ -421,6 +419,11 @@ fn adapters_that_do_not_fit_are_refused() {
         ("rank_pattern", serde_json::json!({ "(?<=q)up": 3 })),
         ("rank_pattern", serde_json::json!({ "up": 2.5 })),
         ("alpha_pattern", serde_json::json!([3])),
+        ("target_modules", "up(".into()),
+        ("target_modules", 3.into()),
+        ("layers_to_transform", serde_json::json!([0, -1])),
+        ("layers_to_transform", "0".into()),
+        ("layers_pattern", 3.into()),
     ] {
         let error = change(key, value.clone()).unwrap_err();
         assert!(matches!(error, LoadError::Format { .. }), "{key} {value}: {error}");
@@ -432,6 +435,17 @@ fn adapters_that_do_not_fit_are_refused() {
     assert_eq!(config.target_modules(), ["all-linear"]);
     let config = change("exclude_modules", serde_json::json!(["head"])).unwrap();
     assert_eq!(config.excluded_modules(), ["head"]);
+    let config = change("target_modules", r".*\.(up|down)".into()).unwrap();
+    assert_eq!(
+        (config.target_pattern(), config.target_modules()),
+        (Some(r".*\.(up|down)"), &[][..])
+    );
+    for numbers in [serde_json::json!([1]), 1.into()] {
+        let config = change("layers_to_transform", numbers).unwrap();
+        assert_eq!(config.layers_to_transform(), [1]);
+    }
+    let config = change("layers_pattern", "blocks".into()).unwrap();
+    assert_eq!(config.layers_pattern(), ["blocks"]);
     let ranks = serde_json::json!({ "up": 4 });
     assert_eq!(change("rank_pattern", ranks).unwrap().rank_pattern(), [("up".to_string(), 4)]);
 }

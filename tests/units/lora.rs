@@ -115,6 +115,30 @@ fn names_and_unit_types_choose_the_layers() {
 }
 
 #[test]
+fn patterns_and_numbers_of_blocks_choose_the_layers() {
+    let lora = || LoraConfig::new(2);
+    // A whole path, or a whole checkpoint key.
+    let pattern = r"layers\.\d\.attention\.(self\.)?query|.*\.1\.value";
+    let expected = ["layers.0.attention.query", "layers.1.attention.query", "layers.1.value"];
+    assert_eq!(adapted(lora().with_target_pattern(pattern)), expected);
+    let names = lora().with_target_pattern(pattern).with_target_modules(["query"]);
+    assert_eq!(adapted(names), expected[..2]);
+    let first = lora().with_target_modules(["value"]).with_layers_to_transform([0]);
+    assert_eq!(adapted(first.clone()), ["layers.0.attention.value", "layers.0.value"]);
+    assert_eq!(adapted(first.with_layers_pattern(["layers"])).len(), 2);
+
+    let error = lora().with_target_pattern("quer").apply(net()).unwrap_err();
+    assert!(error.to_string().contains("no linear layer matches `quer`"), "{error}");
+    for (config, found) in [
+        (lora().with_layers_to_transform([1, 2]), vec![0, 1]),
+        (lora().with_layers_to_transform([2]).with_layers_pattern(["h"]), vec![]),
+    ] {
+        let error = config.apply(net()).unwrap_err();
+        assert_eq!(error, LoraError::LayersToTransform { missing: vec![2], found });
+    }
+}
+
+#[test]
 fn the_base_is_frozen_and_modules_to_save_are_trained() {
     let lora = LoraConfig::new(2)
         .with_alpha(6.0)

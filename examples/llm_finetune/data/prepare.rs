@@ -3,6 +3,7 @@
 //! A template that writes the date of today gives the tokens the date of the day when they were
 //! made.
 
+use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -84,23 +85,28 @@ pub fn prepare(
     let key = key(options, tokenizer)?;
     let path = options.cache.as_ref().map(|folder| folder.join(file_name(&key)));
     let mut used = CacheUse::Built;
-    if let Some(path) = path.as_ref().filter(|path| path.exists()) {
-        match CacheFile::open(path, &key) {
-            Ok(file) => {
-                let report = file.report().clone().with_files(names);
-                check(&report, options)?;
-                return Ok((file, report, CacheUse::Hit));
-            }
-            Err(error) => {
-                let reason = format!("{:#}", anyhow::Error::from(error));
-                eprintln!("Warning: {} is made again: {reason}", path.display());
-                used = CacheUse::Rebuilt(reason);
+    let mut lock = None;
+    if let (Some(path), Some(folder)) = (&path, &options.cache) {
+        if !path.exists() {
+            let cannot = || format!("cannot create {}", folder.display());
+            std::fs::create_dir_all(folder).with_context(cannot)?;
+            lock = Lock::of(path);
+        }
+        // Another process may have made it while this one waited for the lock.
+        if path.exists() {
+            match CacheFile::open(path, &key) {
+                Ok(file) => {
+                    let report = file.report().clone().with_files(names);
+                    check(&report, options)?;
+                    return Ok((file, report, CacheUse::Hit));
+                }
+                Err(error) => {
+                    let reason = format!("{:#}", anyhow::Error::from(error));
+                    eprintln!("Warning: {} is made again: {reason}", path.display());
+                    used = CacheUse::Rebuilt(reason);
+                }
             }
         }
-    }
-    if let Some(folder) = &options.cache {
-        let cannot = || format!("cannot create {}", folder.display());
-        std::fs::create_dir_all(folder).with_context(cannot)?;
     }
     let folder = options.cache.as_deref();
     let writer = CacheWriter::new(folder).with_context(|| cannot_write(folder))?;
@@ -108,7 +114,33 @@ pub fn prepare(
     check(&report, options)?;
     let file =
         writer.finish(&report, &key, path.as_deref()).with_context(|| cannot_write(folder))?;
+    drop(lock);
     Ok((file, report, used))
+}
+
+/// A lock on a file of tokens, which is released when it is dropped.
+struct Lock {
+    file: File,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Waits until no other process makes the file of tokens `tokens`. Without a lock, as on a file system that
+    /// has none, each process makes the file.
+    fn of(tokens: &Path) -> Option<Self> {
+        let path = tokens.with_extension("lock");
+        let file = File::create(&path).ok()?;
+        file.lock().ok()?;
+        Some(Self { file, path })
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // A process that waits has the file open, and finds the tokens when it gets the lock.
+        let _ = std::fs::remove_file(&self.path);
+        let _ = self.file.unlock();
+    }
 }
 
 fn cannot_write(folder: Option<&Path>) -> String {

@@ -68,6 +68,16 @@ pub enum LoraError {
         /// where that differs.
         candidates: Vec<String>,
     },
+    /// Numbers of blocks in which no target lies.
+    #[error(
+        "`layers_to_transform` has {missing:?}; the numbers of the blocks with target modules are {found:?}"
+    )]
+    LayersToTransform {
+        /// The numbers that no block with a target has.
+        missing: Vec<usize>,
+        /// The numbers of the blocks with targets.
+        found: Vec<usize>,
+    },
     /// Modules to save that name no module.
     #[error(
         "no module matches {} of the modules to save; the model's modules, with `*` for an index:{}",

@@ -154,6 +154,10 @@ fn units(params: &BTreeMap<String, Vec<usize>>, config: &Value) -> Vec<UnitShape
         let mut unit = UnitShape::new(path, 1, params);
         if let Some(sizes) = sizes {
             sizes.set_activations(&mut unit);
+            if unit.params.iter().any(|param| param.path.contains("q_norm")) {
+                // The inputs of the norms of each head, as in Qwen 3.
+                unit.saved_elements += (sizes.heads + sizes.kv_heads) * sizes.head_width;
+            }
         }
         units.push(unit);
     }
@@ -186,6 +190,7 @@ fn sizes(config: &Value, params: &BTreeMap<String, Vec<usize>>) -> Option<Transf
         hidden,
         heads,
         kv_heads: number(&["num_key_value_heads"]).unwrap_or(heads),
+        head_width: number(&["head_dim"]).unwrap_or(hidden / heads),
         feed_forward: number(&["intermediate_size", "n_inner"]).unwrap_or(4 * hidden),
         vocabulary: 0,
         positions: 0,

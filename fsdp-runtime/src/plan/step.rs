@@ -118,7 +118,11 @@ impl StepPlan {
     pub fn with_lookups(mut self, paths: &[&str]) -> Self {
         for (unit, work) in self.units.iter().zip(&mut self.work) {
             let named = unit.params.iter().filter(|it| paths.contains(&&*it.path));
-            work.remove_product(named.map(ParamSpec::numel).sum());
+            let frozen = named.clone().filter(|it| !it.is_trained);
+            work.remove_products(
+                named.map(ParamSpec::numel).sum(),
+                frozen.map(ParamSpec::numel).sum(),
+            );
         }
         self
     }

@@ -17,6 +17,8 @@ pub struct Transformer {
     pub heads: usize,
     /// Heads of the keys and values.
     pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_width: usize,
     /// Elements of the feed-forward layer of one token.
     pub feed_forward: usize,
     /// Tokens of the vocabulary.
@@ -77,7 +79,18 @@ impl Transformer {
         let (is_llama, sizes) =
             found.ok_or_else(|| UnknownPreset::new("model", name, Self::names()))?;
         let [layers, hidden, heads, kv_heads, feed_forward, vocabulary, positions] = *sizes;
-        Ok(Self { layers, hidden, heads, kv_heads, feed_forward, vocabulary, positions, is_llama })
+        let head_width = hidden / heads;
+        Ok(Self {
+            layers,
+            hidden,
+            heads,
+            kv_heads,
+            head_width,
+            feed_forward,
+            vocabulary,
+            positions,
+            is_llama,
+        })
     }
 
     /// Returns the shapes of the model's parameters, under the names of Hugging Face's weights.
@@ -112,15 +125,15 @@ impl Transformer {
     fn llama_layer(&self, layer: usize) -> UnitShape {
         let path = format!("model.layers.{layer}");
         let (hidden, wide) = (self.hidden, self.feed_forward);
-        let keys = hidden / self.heads * self.kv_heads;
+        let (queries, keys) = (self.heads * self.head_width, self.kv_heads * self.head_width);
         let matrix =
             |name: &str, shape: [usize; 2]| ParamShape::new(format!("{path}.{name}"), shape);
         let vector = |name: &str| ParamShape::new(format!("{path}.{name}"), [hidden]);
         let params = vec![
-            matrix("self_attn.q_proj.weight", [hidden, hidden]),
+            matrix("self_attn.q_proj.weight", [queries, hidden]),
             matrix("self_attn.k_proj.weight", [keys, hidden]),
             matrix("self_attn.v_proj.weight", [keys, hidden]),
-            matrix("self_attn.o_proj.weight", [hidden, hidden]),
+            matrix("self_attn.o_proj.weight", [hidden, queries]),
             matrix("mlp.gate_proj.weight", [wide, hidden]),
             matrix("mlp.up_proj.weight", [wide, hidden]),
             matrix("mlp.down_proj.weight", [hidden, wide]),
@@ -157,15 +170,17 @@ impl Transformer {
 
     /// Sets the attention and the activations of a layer.
     ///
-    /// A layer saves its input, both norms, queries, keys, values, the attention's output, the
-    /// residual stream between its halves, and the tensors of the feed-forward layer: three in a
-    /// gated one, as with [`swiglu`](crate::nn::swiglu), two otherwise. Attention saves no square of the
-    /// length.
+    /// A layer saves the inputs of its norms and of its linear layers. Attention saves queries, keys,
+    /// values, its output, and a number for each head; it saves no square of the length. The
+    /// feed-forward block saves three tensors if it is gated, as with
+    /// [`swiglu`](crate::nn::swiglu), and two otherwise.
     pub(super) fn set_activations(&self, unit: &mut UnitShape) {
-        let keys = self.hidden / self.heads * self.kv_heads;
+        let (queries, keys) = (self.heads * self.head_width, self.kv_heads * self.head_width);
         let wide = if self.is_llama { 3 } else { 2 } * self.feed_forward;
-        unit.attention_width = self.hidden;
-        unit.saved_elements = 6 * self.hidden + 2 * keys + wide;
+        // The input of the projection after attention is a copy of the output: its heads lie together.
+        let attention = 3 * queries + 2 * keys + self.heads;
+        unit.attention_width = queries;
+        unit.saved_elements = 4 * self.hidden + attention + wide;
         unit.input_elements = self.hidden;
     }
 }

@@ -3,8 +3,8 @@
 use burn::tensor::DType;
 use serde::Serialize;
 
-use crate::param_group::plan::shape::{ModelShape, UnitShape};
-use crate::param_group::{Placement, Unit};
+use crate::param_group::plan::shape::{ModelShape, ParamShape, UnitShape};
+use crate::param_group::{ParamSpec, Placement, Unit};
 
 /// How much of the forward is repeated in backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -67,6 +67,8 @@ impl Batch {
 pub struct UnitWork {
     /// Operations of matrix products with parameters, in the forward.
     pub products: f64,
+    /// Those of them with frozen parameters, of which backward computes no gradient.
+    pub frozen_products: f64,
     /// Operations of the attention's products, in the forward. Causal attention computes half of the
     /// square of the length.
     pub attention: f64,
@@ -85,6 +87,8 @@ pub struct UnitWork {
 pub(super) struct TokenWork {
     /// Elements of the matrices that each token is multiplied with.
     product_elements: usize,
+    /// Those of them that are frozen.
+    frozen_elements: usize,
     attention_width: usize,
     is_causal: bool,
     saved_elements: usize,
@@ -105,9 +109,14 @@ impl TokenWork {
             if unit.level == 0 { matrices.map(|param| param.shape[0]).max() } else { None }
         };
         let work = |(shape, unit): (&UnitShape, &Unit)| {
-            let products = shape.params.iter().filter(|it| !it.is_lookup && it.shape.len() > 1);
+            let is_product = |it: &&ParamShape| !it.is_lookup && it.shape.len() > 1;
+            let elements = |of: fn(&ParamShape) -> bool| {
+                let products = shape.params.iter().filter(is_product).filter(|it| of(it));
+                products.map(ParamShape::numel).sum()
+            };
             Self {
-                product_elements: products.map(|param| param.numel()).sum(),
+                product_elements: elements(|_| true),
+                frozen_elements: elements(|it| it.is_frozen),
                 attention_width: shape.attention_width,
                 is_causal: true,
                 saved_elements: shape.saved_elements,
@@ -126,8 +135,10 @@ impl TokenWork {
             let owned =
                 unit.params.iter().filter(|it| !matches!(it.placement, Placement::TiedTo(_)));
             let matrices = owned.filter(|it| it.shape.len() > 1);
+            let frozen = matrices.clone().filter(|it| !it.is_trained);
             Self {
-                product_elements: matrices.map(|it| it.numel()).sum(),
+                product_elements: matrices.map(ParamSpec::numel).sum(),
+                frozen_elements: frozen.map(ParamSpec::numel).sum(),
                 element: element_bytes(unit),
                 ..Self::default()
             }
@@ -135,9 +146,10 @@ impl TokenWork {
         units.iter().map(work).collect()
     }
 
-    /// Takes a matrix of this many elements out of the products.
-    pub(super) fn remove_product(&mut self, elements: usize) {
+    /// Takes matrices out of the products: of `elements` elements, `frozen` of which are frozen.
+    pub(super) fn remove_products(&mut self, elements: usize, frozen: usize) {
         self.product_elements -= elements.min(self.product_elements);
+        self.frozen_elements -= frozen.min(self.frozen_elements);
     }
 
     /// Sets the attention of a unit.
@@ -158,6 +170,7 @@ impl TokenWork {
         let logits = if fused_loss { 0 } else { tokens * self.logits * (self.element + 8) };
         UnitWork {
             products: 2.0 * self.product_elements as f64 * tokens as f64,
+            frozen_products: 2.0 * self.frozen_elements as f64 * tokens as f64,
             attention: if self.is_causal { 0.5 * square } else { square },
             attention_square: square,
             activations: self.saved_elements * self.element * tokens,
@@ -177,9 +190,10 @@ impl UnitWork {
         self.products + self.attention
     }
 
-    /// Returns the operations of the backward: two products for each of the forward.
+    /// Returns the operations of the backward: two products for each of the forward, and one with a
+    /// frozen parameter.
     pub(super) fn backward(&self) -> f64 {
-        2.0 * self.forward()
+        2.0 * self.forward() - self.frozen_products
     }
 
     /// Returns the part of the forward that backward repeats in a unit that is not recomputed as a
@@ -202,6 +216,6 @@ impl UnitWork {
     /// Returns the operations that count for the utilisation: the products of forward and backward,
     /// and the whole square of the attention, by convention.
     pub(super) fn model_flops(&self) -> f64 {
-        3.0 * (self.products + self.attention_square)
+        3.0 * (self.products + self.attention_square) - self.frozen_products
     }
 }

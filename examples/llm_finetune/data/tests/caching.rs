@@ -118,6 +118,19 @@ fn a_damaged_file_is_made_again() {
     }
 }
 
+/// Ranks that are processes start at the same time.
+#[test]
+fn one_of_several_makes_the_tokens() {
+    let job = Job::new(&LINES.repeat(500));
+    let used = std::thread::scope(|scope| {
+        let starts = [0; 4].map(|_| scope.spawn(|| job.prepare().unwrap()));
+        starts.map(|start| start.join().unwrap().cache_use().clone())
+    });
+    let count = |wanted: CacheUse| used.iter().filter(|it| **it == wanted).count();
+    assert_eq!([count(CacheUse::Built), count(CacheUse::Hit)], [1, 3], "{used:?}");
+    assert_eq!(job.files().len(), 1, "the lock is gone");
+}
+
 #[test]
 fn other_inputs_make_other_files() {
     let mut job = Job::new(LINES);

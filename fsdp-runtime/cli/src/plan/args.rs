@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use burn::tensor::FloatDType;
 use clap::ValueEnum;
 use fsdp_runtime::options::{
-    ActivationCheckpointing, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy,
+    ActivationCheckpointing, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy, StoragePolicy,
+    StorageType,
 };
 use fsdp_runtime::plan::{Accelerator, Batch, Cluster, Link, ModelShape, StepPlan, Transformer};
 use fsdp_runtime::{FsdpOptions, Mesh, Rank, WorldSize};
@@ -66,6 +67,12 @@ pub(crate) struct Args {
     /// Type in which gradients are sent
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     reduce: Precision,
+    /// Trains LoRA adapters of this rank on the matrices of each layer, and nothing else
+    #[arg(long, value_name = "RANK", value_parser = clap::value_parser!(u32).range(1..))]
+    lora: Option<u32>,
+    /// Form in which the frozen parameters are stored
+    #[arg(long, value_name = "TYPE", value_enum, requires = "lora", default_value_t = Stored::F32)]
+    quantize: Stored,
     /// Computes the loss without the logits in memory
     #[arg(long)]
     pub(super) fused_loss: bool,
@@ -109,6 +116,26 @@ enum Precision {
     F32,
 }
 
+/// Form in which frozen parameters are stored.
+#[derive(Clone, Copy, ValueEnum)]
+enum Stored {
+    F32,
+    Bf16,
+    Int8,
+    Nf4,
+}
+
+impl Stored {
+    const fn storage(self) -> StorageType {
+        match self {
+            Self::F32 => StorageType::F32,
+            Self::Bf16 => StorageType::Bf16,
+            Self::Int8 => StorageType::INT8,
+            Self::Nf4 => StorageType::NF4,
+        }
+    }
+}
+
 fn ranks(text: &str) -> Result<WorldSize, String> {
     let number = text.parse().map_err(|_| format!("`{text}` is no number of ranks"))?;
     WorldSize::new(number).map_err(|error| error.to_string())
@@ -127,6 +154,14 @@ fn efficiency(text: &str) -> Result<f64, String> {
 impl Args {
     /// Returns the shapes of the model.
     pub(super) fn shape(&self) -> Result<ModelShape, String> {
+        let shape = self.base_shape()?;
+        Ok(match self.lora {
+            Some(rank) => shape.with_lora(rank as usize),
+            None => shape,
+        })
+    }
+
+    fn base_shape(&self) -> Result<ModelShape, String> {
         let model = self.model.as_deref().unwrap_or_default();
         let folder = Path::new(model);
         if folder.is_dir() {
@@ -180,6 +215,10 @@ impl Args {
                 Recompute::Units => ActivationCheckpointing::All,
                 _ => ActivationCheckpointing::None,
             });
+        let options = match (self.lora, self.quantize.storage()) {
+            (Some(_), storage) => options.with_storage(StoragePolicy::new().with_frozen(storage)),
+            (None, _) => options,
+        };
         match self.strategy.is_hybrid() {
             true => options.with_shard_size(self.shard_size.unwrap_or(self.per_machine as usize)),
             false => options,

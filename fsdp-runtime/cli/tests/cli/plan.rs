@@ -68,6 +68,26 @@ fn a_folder_is_planned_by_its_layers() {
     assert_eq!(plan["parameters"].as_u64(), Some((100 + 128) * 64));
 }
 
+/// Adapters are all that is trained: 41,943,040 parameters of rank 16 in Llama 3 8B.
+#[test]
+fn adapters_leave_room_on_a_small_device() {
+    let base = "llama3-8b --world 1 --device l4 --length 2048 --recompute units --fused-loss";
+    let of = |flags: &str| json(&format!("{base} {flags}"));
+    let (full, lora, small) = (of(""), of("--lora 16"), of("--lora 16 --quantize nf4"));
+    let bytes = |plan: &Value, kind: &str| plan["plans"][0]["memory_bytes"][kind].as_u64().unwrap();
+    let fits = |plan: &Value| plan["plans"][0]["fits"].as_bool().unwrap();
+    assert_eq!([fits(&full), fits(&lora), fits(&small)], [false, false, true]);
+    let count = |plan: &Value| plan["parameters"].as_u64().unwrap();
+    assert_eq!(count(&lora) - count(&full), 41_943_040);
+    assert_eq!(bytes(&lora, "optimizer state"), 2 * 4 * 41_943_040);
+    assert!(bytes(&small, "shards") < bytes(&lora, "shards") / 6, "{small}");
+    let seconds = |plan: &Value| plan["plans"][0]["compute_seconds"].as_f64().unwrap();
+    assert!(seconds(&lora) < 0.8 * seconds(&full), "{lora}");
+    let run = plan("llama3-8b --quantize nf4");
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("--lora"), "{run:?}");
+}
+
 #[test]
 fn the_search_lists_settings_with_reasons() {
     let run = plan("llama3-8b --world 16 --batch 2 --length 8192 --search");

@@ -107,7 +107,11 @@ fn match_record<M: FsdpModule>(
     for (unit, parameters) in model.schedule.units().iter().enumerate() {
         for (entry, spec) in parameters.params.iter().enumerate() {
             let target = ParamTarget::Sharded(ParamIndex { unit, param: entry });
-            let tensor = WantedTensor::of_param(spec, &spec.path, false);
+            let mut tensor = WantedTensor::of_param(spec, &spec.path, false);
+            let owner = &parameters.params[parameters.holder(entry)];
+            if owner.path != spec.path {
+                tensor = tensor.copy_of(&owner.path, owner);
+            }
             wanted.push((target, spec.path.clone(), tensor));
         }
     }

@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use regex::Regex;
+
 use super::attach::Attach;
 use super::config::LoraConfig;
-use super::pattern::{Scale, Scales};
+use super::pattern::{Blocks, Scale, Scales, target_pattern};
 use super::survey::{LinearLayer, Survey};
 use crate::error::LoraError;
 use crate::module::{FsdpModule, ModulePath};
@@ -26,8 +28,8 @@ impl LoraConfig {
     /// # Errors
     ///
     /// [`LoraError`] for a rank of 0, an alpha that is not above 0, a dropout outside of `[0, 1)`, a
-    /// dropout of a layer of Burn, a name, a pattern or a unit type that matches nothing, and a model
-    /// with adapters.
+    /// dropout of a layer of Burn, a name, a pattern, a number of a block or a unit type that matches
+    /// nothing, and a model with adapters.
     pub fn apply<M: FsdpModule>(&self, model: M) -> Result<M, LoraError> {
         let scales = Scales::new(self)?;
         if !(0.0..1.0).contains(&self.dropout) {
@@ -85,10 +87,35 @@ impl LoraConfig {
             let candidates = survey.layer_labels();
             return Err(LoraError::Targets { targets: unmatched, candidates });
         }
+        let pattern = target_pattern(self)?;
         let is_named = |layer: &&LinearLayer| {
-            named.is_empty() || named.iter().any(|name| layer.is_named(name))
+            let matches =
+                |regex: &Regex| layer.names.both().iter().any(|name| regex.is_match(name));
+            (named.is_empty() || named.iter().any(|name| layer.is_named(name)))
+                && pattern.as_ref().is_none_or(matches)
         };
-        Ok(in_units.into_iter().filter(is_named).collect())
+        let targets: Vec<&LinearLayer> = in_units.into_iter().filter(is_named).collect();
+        if targets.is_empty() {
+            let (targets, candidates) = (self.target_pattern.clone(), survey.layer_labels());
+            return Err(LoraError::Targets { targets: Vec::from_iter(targets), candidates });
+        }
+        self.in_blocks(targets)
+    }
+
+    /// Returns the layers that lie in the blocks with adapters.
+    fn in_blocks<'a>(
+        &self,
+        layers: Vec<&'a LinearLayer>,
+    ) -> Result<Vec<&'a LinearLayer>, LoraError> {
+        let Some(blocks) = Blocks::new(self)? else { return Ok(layers) };
+        let number = |layer: &&LinearLayer| blocks.number(&layer.names.both());
+        let found: BTreeSet<usize> = layers.iter().filter_map(number).collect();
+        let found: Vec<usize> = found.into_iter().collect();
+        let missing = blocks.missing(&found);
+        if !missing.is_empty() {
+            return Err(LoraError::LayersToTransform { missing, found });
+        }
+        Ok(layers.into_iter().filter(|layer| blocks.contain(&layer.names.both())).collect())
     }
 
     /// Returns the paths of the matrices that get an adapter, each with the adapter's sizes.

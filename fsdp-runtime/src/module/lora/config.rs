@@ -60,6 +60,9 @@ pub struct LoraConfig {
     pub(super) rank_pattern: Vec<(String, usize)>,
     pub(super) alpha_pattern: Vec<(String, f64)>,
     pub(super) target_modules: Vec<String>,
+    pub(super) target_pattern: Option<String>,
+    pub(super) layers_to_transform: Vec<usize>,
+    pub(super) layers_pattern: Vec<String>,
     pub(super) excluded_modules: Vec<String>,
     pub(super) target_units: Vec<UnitType>,
     pub(super) modules_to_save: Vec<String>,
@@ -76,6 +79,9 @@ impl LoraConfig {
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
             target_modules: Vec::new(),
+            target_pattern: None,
+            layers_to_transform: Vec::new(),
+            layers_pattern: Vec::new(),
             excluded_modules: Vec::new(),
             target_units: Vec::new(),
             modules_to_save: Vec::new(),
@@ -151,6 +157,33 @@ impl LoraConfig {
         self
     }
 
+    /// Restricts adapters to the linear layers whose whole module path, or whole checkpoint key, the regular
+    /// expression `pattern` matches, such as `.*\.self_attn\.(q|v)_proj`. Target modules restrict them
+    /// further. The syntax is that of the crate `regex`. PEFT's `target_modules` as a text.
+    pub fn with_target_pattern(mut self, pattern: impl Into<String>) -> Self {
+        self.target_pattern = Some(pattern.into());
+        self
+    }
+
+    /// Restricts adapters to the linear layers in blocks of these numbers, from 0: 3 in
+    /// `model.layers.3.mlp.up_proj`. The number is the first segment that is one. Default: all blocks.
+    /// PEFT's `layers_to_transform`.
+    pub fn with_layers_to_transform(mut self, numbers: impl IntoIterator<Item = usize>) -> Self {
+        self.layers_to_transform = numbers.into_iter().collect();
+        self
+    }
+
+    /// Sets the names of the lists of blocks that
+    /// [`with_layers_to_transform`](Self::with_layers_to_transform) counts, as regular expressions: `layers`
+    /// or `h`. Default: any name. PEFT's `layers_pattern`.
+    pub fn with_layers_pattern<S: Into<String>>(
+        mut self,
+        names: impl IntoIterator<Item = S>,
+    ) -> Self {
+        self.layers_pattern = names.into_iter().map(Into::into).collect();
+        self
+    }
+
     /// Gives the linear layers in these modules no adapter, although they are targets. A name matches as
     /// in [`with_target_modules`](Self::with_target_modules), and stands for all layers in the module.
     /// PEFT's `exclude_modules`.
@@ -213,6 +246,21 @@ impl LoraConfig {
     /// Returns the names of the target modules; none stands for every linear layer.
     pub fn target_modules(&self) -> &[String] {
         &self.target_modules
+    }
+
+    /// Returns the regular expression for the names of the target modules, if there is one.
+    pub fn target_pattern(&self) -> Option<&str> {
+        self.target_pattern.as_deref()
+    }
+
+    /// Returns the numbers of the blocks with adapters; none stands for every block.
+    pub fn layers_to_transform(&self) -> &[usize] {
+        &self.layers_to_transform
+    }
+
+    /// Returns the names of the lists of blocks that are counted; none stands for any name.
+    pub fn layers_pattern(&self) -> &[String] {
+        &self.layers_pattern
     }
 
     /// Returns the names of the modules without adapters.

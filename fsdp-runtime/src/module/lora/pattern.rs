@@ -56,6 +56,8 @@ impl Scales {
             let fault = || format!("gives the alpha {alpha}; it must be a finite number above 0");
             (!is_alpha(alpha)).then(fault)
         })?;
+        target_pattern(config)?;
+        Blocks::new(config)?;
         let LoraConfig { rank, alpha, rank_stabilised, .. } = *config;
         Ok(Self { rank, alpha, rank_stabilised, ranks, alphas })
     }
@@ -99,12 +101,73 @@ fn patterns<T: Copy>(
             return Err(error(reason));
         }
         // PEFT's `re.match(rf"(.*\.)?({key})$", name)`.
-        let regex = Regex::new(&format!(r"^(?:.*\.)?(?:{text})$")).map_err(|fault| {
-            error(format!("is no regular expression that this crate reads: {fault}"))
-        })?;
+        let regex = expression(setting, text, &format!(r"^(?:.*\.)?(?:{text})$"))?;
         Ok(Pattern { text: text.clone(), regex, value: *value })
     };
     list.iter().map(read).collect()
+}
+
+/// Reads the regular expression `whole`, made of the text of a setting.
+fn expression(setting: &'static str, text: &str, whole: &str) -> Result<Regex, LoraError> {
+    Regex::new(whole).map_err(|fault| LoraError::Pattern {
+        setting,
+        pattern: text.to_string(),
+        reason: format!("is no regular expression that this crate reads: {fault}"),
+    })
+}
+
+/// Returns the expression of a configuration for whole names of target modules, if there is one.
+pub(super) fn target_pattern(config: &LoraConfig) -> Result<Option<Regex>, LoraError> {
+    let read = |text: &String| expression("target_modules", text, &format!("^(?:{text})$"));
+    config.target_pattern.as_ref().map(read).transpose()
+}
+
+/// The numbers of the blocks that get adapters.
+#[derive(Debug)]
+pub(super) struct Blocks<'a> {
+    numbers: &'a [usize],
+    /// Expressions whose first group is the number of a block.
+    lists: Vec<Regex>,
+}
+
+impl<'a> Blocks<'a> {
+    /// Reads the settings of a configuration; `None` if all blocks get adapters.
+    ///
+    /// # Errors
+    ///
+    /// [`LoraError::Pattern`] for a pattern that is no regular expression.
+    pub(super) fn new(config: &'a LoraConfig) -> Result<Option<Self>, LoraError> {
+        if config.layers_to_transform.is_empty() {
+            return Ok(None);
+        }
+        let any = ["[^.]*".to_string()];
+        let patterns = match config.layers_pattern.is_empty() {
+            true => &any[..],
+            false => &config.layers_pattern,
+        };
+        let read = |text: &String| {
+            let whole = format!(r"^(?:.*?\.)??(?:{text})\.(\d+)\.");
+            expression("layers_pattern", text, &whole)
+        };
+        let lists = patterns.iter().map(read).collect::<Result<_, _>>()?;
+        Ok(Some(Self { numbers: &config.layers_to_transform, lists }))
+    }
+
+    /// Returns the number of the block in which a layer of any of these names lies.
+    pub(super) fn number(&self, names: &[&str]) -> Option<usize> {
+        let of = |(regex, name): (&Regex, &&str)| regex.captures(name)?[1].parse().ok();
+        names.iter().flat_map(|name| self.lists.iter().map(move |it| (it, name))).find_map(of)
+    }
+
+    /// Returns whether a layer of any of these names gets an adapter.
+    pub(super) fn contain(&self, names: &[&str]) -> bool {
+        self.number(names).is_some_and(|number| self.numbers.contains(&number))
+    }
+
+    /// Returns the numbers of the configuration that are not among `found`.
+    pub(super) fn missing(&self, found: &[usize]) -> Vec<usize> {
+        self.numbers.iter().copied().filter(|number| !found.contains(number)).collect()
+    }
 }
 
 #[cfg(test)]
@@ -144,11 +207,36 @@ mod tests {
     }
 
     #[test]
+    fn blocks_are_counted_by_the_first_number_of_a_list() {
+        let config = LoraConfig::new(4).with_layers_to_transform([1, 10]);
+        let blocks = Blocks::new(&config).unwrap().unwrap();
+        assert_eq!(blocks.number(&[QUERY]), Some(10));
+        assert_eq!(blocks.number(&["layers.1.experts.0.up"]), Some(1));
+        assert_eq!(blocks.number(&["head", "bert.head"]), None);
+        assert!(blocks.contain(&[QUERY]) && !blocks.contain(&["layers.2.query"]));
+        assert_eq!(blocks.missing(&[0, 1, 2]), [10]);
+        let config = config.with_layers_pattern(["h", "experts"]);
+        let blocks = Blocks::new(&config).unwrap().unwrap();
+        assert_eq!(blocks.number(&[QUERY]), None);
+        assert_eq!(blocks.number(&["layers.1.experts.0.up"]), Some(0));
+        assert_eq!(blocks.number(&["h.7.attn"]), Some(7));
+        assert!(Blocks::new(&LoraConfig::new(4)).unwrap().is_none());
+    }
+
+    #[test]
     fn wrong_patterns_are_named() {
         let ranks = |text: &str, rank| LoraConfig::new(4).with_rank_pattern([(text, rank)]);
         for (config, expected) in [
             (ranks("q(", 2), "`rank_pattern` has `q(`, which is no regular expression"),
             (ranks("(?=q)", 2), "`rank_pattern` has `(?=q)`, which is no regular expression"),
+            (
+                LoraConfig::new(4).with_target_pattern("q("),
+                "`target_modules` has `q(`, which is no",
+            ),
+            (
+                LoraConfig::new(4).with_layers_to_transform([0]).with_layers_pattern(["(h"]),
+                "`layers_pattern` has `(h`, which is no",
+            ),
             (ranks("q", 0), "`rank_pattern` has `q`, which gives the rank 0"),
             (
                 LoraConfig::new(4).with_alpha_pattern([("q", f64::NAN)]),

@@ -1,6 +1,6 @@
 //! Options of attention.
 
-use burn::tensor::{Bool, Int, Tensor};
+use burn::tensor::{Bool, Int, Tensor, TensorData};
 
 use crate::backend::ops::Segments;
 use crate::nn::dropout::Dropout;
@@ -57,16 +57,29 @@ impl AttentionOptions {
     /// documents, each alone.
     ///
     /// The numbers are copied to host memory here. On a GPU this waits until it has computed them: build the
-    /// options once for a batch, and clone them for each layer.
+    /// options once for a batch, and clone them for each layer, or take
+    /// [`with_segment_data`](Self::with_segment_data).
     ///
     /// # Panics
     ///
     /// If a number returns in a row after another number, or if the numbers cannot be read from the device.
-    pub fn with_segments(mut self, numbers: Tensor<2, Int>) -> Self {
-        let length = numbers.dims()[1];
+    pub fn with_segments(self, numbers: Tensor<2, Int>) -> Self {
         let numbers = numbers
             .try_into_data()
             .unwrap_or_else(|error| panic!("the segments cannot be read from the device: {error}"));
+        self.with_segment_data(&numbers)
+    }
+
+    /// Lets a query see only the keys of its own segment, as [`with_segments`](Self::with_segments) does. The
+    /// numbers lie in host memory, and nothing waits for a device.
+    ///
+    /// # Panics
+    ///
+    /// If `numbers` does not have shape `[batch, length]`, or if a number returns in a row after another number.
+    pub fn with_segment_data(mut self, numbers: &TensorData) -> Self {
+        let &[_, length] = &numbers.shape()[..] else {
+            panic!("segments have the shape [batch, length], not {:?}", numbers.shape())
+        };
         let numbers: Vec<i64> = numbers.iter().collect();
         let segments = Segments::new(&numbers, length);
         self.segments = Some(segments.unwrap_or_else(|error| panic!("{error}")));

@@ -54,17 +54,24 @@ pub struct ParamShape {
     /// Whether rows are looked up, as in an embedding. Other matrices are multiplied with every
     /// token.
     pub is_lookup: bool,
+    /// Whether the parameter is not trained: it has no gradient and no optimizer state.
+    pub is_frozen: bool,
 }
 
 impl ParamShape {
     /// Creates a parameter that every token is multiplied with.
     pub fn new(path: impl Into<String>, shape: impl Into<Vec<usize>>) -> Self {
-        Self { path: path.into(), shape: shape.into(), is_lookup: false }
+        Self { path: path.into(), shape: shape.into(), ..Self::default() }
     }
 
     /// Says that rows of the parameter are looked up.
     pub fn with_lookup(self) -> Self {
         Self { is_lookup: true, ..self }
+    }
+
+    /// Says that the parameter is not trained.
+    pub fn with_frozen(self) -> Self {
+        Self { is_frozen: true, ..self }
     }
 
     /// Returns the number of elements.
@@ -89,6 +96,31 @@ impl ModelShape {
     /// Returns the number of elements of all parameters.
     pub fn num_params(&self) -> usize {
         self.units.iter().flat_map(|unit| &unit.params).map(ParamShape::numel).sum()
+    }
+
+    /// Freezes all parameters and adds LoRA adapters of `rank` to each matrix of the units inside the
+    /// outermost one, as [`LoraConfig`](crate::lora::LoraConfig) does to their linear layers. The
+    /// outermost unit, with embeddings and head, has none.
+    #[must_use]
+    pub fn with_lora(mut self, rank: usize) -> Self {
+        for unit in &mut self.units {
+            let mut adapters = Vec::new();
+            for param in &mut unit.params {
+                param.is_frozen = true;
+                if let (1.., false, &[rows, columns]) =
+                    (unit.level, param.is_lookup, &param.shape[..])
+                {
+                    let adapter =
+                        |name, shape| ParamShape::new(format!("{}.{name}", param.path), shape);
+                    adapters.push(adapter("lora_a", [rows, rank]));
+                    adapters.push(adapter("lora_b", [rank, columns]));
+                    // The product of the input and the first factor.
+                    unit.saved_elements += rank;
+                }
+            }
+            unit.params.extend(adapters);
+        }
+        self
     }
 
     /// Lays out the units for the rank of `mesh`. `kind` is that of the device that computes.
@@ -132,7 +164,7 @@ impl ModelShape {
                 id: ParamId::new(),
                 shape: param.shape.clone(),
                 dtype: DType::F32,
-                frozen: false,
+                frozen: param.is_frozen,
                 unit: number,
                 module: 0,
                 tied_to: None,

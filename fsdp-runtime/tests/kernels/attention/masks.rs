@@ -183,8 +183,8 @@ fn documents_that_fill_tiles_have_the_bits_that_they_have_alone() {
     let whole = |at: usize| {
         Tensor::<4>::from_data(TensorData::new(elements[at].clone(), [1, 2, 2048, 16]), &device)
     };
-    let numbers = Tensor::<1, Int>::arange(0..2048, &device).div_scalar(256).unsqueeze();
-    let options = AttentionOptions::new().with_causal(true).with_segments(numbers);
+    let numbers = TensorData::new((0..2048).map(|at| at / 256).collect::<Vec<i32>>(), [1, 2048]);
+    let options = AttentionOptions::new().with_causal(true).with_segment_data(&numbers);
     let packed = attention(whole(0), whole(1), whole(2), options);
     let numbers = |tensor: Tensor<4>| tensor.into_data().iter::<f64>().collect::<Vec<_>>();
     assert_same_bits(&numbers(packed), &numbers(alone), "documents alone and in a row");
@@ -201,6 +201,13 @@ fn a_window_of_no_key_is_an_error() {
 fn a_segment_in_two_parts_is_an_error() {
     let numbers = Tensor::<2, Int>::from_data([[4, 4, 5], [4, 5, 4]], &Device::flex());
     let _ = AttentionOptions::new().with_segments(numbers);
+}
+
+#[test]
+#[should_panic = "segments have the shape [batch, length], not [6]"]
+fn segments_without_rows_are_an_error() {
+    let numbers = TensorData::from([0, 0, 1, 1, 1, 2]);
+    let _ = AttentionOptions::new().with_segment_data(&numbers);
 }
 
 #[test]

@@ -56,15 +56,13 @@ impl PeftConfig {
             let file = file.clone();
             return Err(LoadError::Setting { file, setting, value, reason: reason.into() });
         }
-        for name in ["target_modules", "exclude_modules"] {
-            if json[name].as_str().is_some_and(|names| !is_shorthand(name, names)) {
-                return Err(LoadError::Setting {
-                    file: file.clone(),
-                    setting: name.into(),
-                    value: json[name].to_string(),
-                    reason: "a list of names is read, and no regular expression".into(),
-                });
-            }
+        if json["exclude_modules"].is_string() {
+            return Err(LoadError::Setting {
+                file: file.clone(),
+                setting: "exclude_modules".into(),
+                value: json["exclude_modules"].to_string(),
+                reason: "a list of names is read, and no regular expression".into(),
+            });
         }
         let patterns: Patterns = serde_json::from_slice(text).map_err(|error| {
             wrong(format!("`rank_pattern` or `alpha_pattern` is no object: {error}"))
@@ -101,11 +99,6 @@ impl PeftConfig {
     }
 }
 
-/// Returns whether the text of a setting is PEFT's name of every linear layer.
-fn is_shorthand(setting: &str, text: &str) -> bool {
-    setting == "target_modules" && text.eq_ignore_ascii_case("all-linear")
-}
-
 /// Returns the configuration that a file describes.
 fn lora_config(json: &Value, patterns: Patterns) -> Result<LoraConfig, String> {
     let wrong = |key: &str, expected| format!("`{key}` is {}, not {expected}", json[key]);
@@ -121,23 +114,45 @@ fn lora_config(json: &Value, patterns: Patterns) -> Result<LoraConfig, String> {
     };
     let rslora = rslora.ok_or_else(|| wrong("use_rslora", "true or false"))?;
     let rank = whole(&json["r"]).ok_or_else(|| wrong("r", "a whole number"))?;
-    let targets = match json["target_modules"].as_str() {
-        Some(shorthand) => vec![shorthand.to_string()],
-        None => list(json, "target_modules")?,
+    let config = LoraConfig::new(rank);
+    let config = match json["target_modules"].as_str() {
+        Some(name) if name.eq_ignore_ascii_case("all-linear") => config.with_target_modules([name]),
+        Some(pattern) => config.with_target_pattern(pattern),
+        None => config.with_target_modules(list(json, "target_modules")?),
     };
-    Ok(LoraConfig::new(rank)
+    Ok(config
         .with_alpha(alpha)
         .with_dropout(dropout)
         .with_rslora(rslora)
         .with_rank_pattern(patterns.rank_pattern.values("rank_pattern", whole)?)
         .with_alpha_pattern(patterns.alpha_pattern.values("alpha_pattern", Value::as_f64)?)
-        .with_target_modules(targets)
+        .with_layers_to_transform(numbers(json, "layers_to_transform")?)
+        .with_layers_pattern(names(json, "layers_pattern")?)
         .with_excluded_modules(list(json, "exclude_modules")?)
         .with_modules_to_save(list(json, "modules_to_save")?))
 }
 
 fn whole(value: &Value) -> Option<usize> {
     value.as_u64().and_then(|value| usize::try_from(value).ok())
+}
+
+/// Returns a list of whole numbers, or one; it may be missing.
+fn numbers(json: &Value, key: &str) -> Result<Vec<usize>, String> {
+    let numbers = match &json[key] {
+        Value::Null => Some(Vec::new()),
+        Value::Array(numbers) => numbers.iter().map(whole).collect(),
+        number => whole(number).map(|number| vec![number]),
+    };
+    numbers.ok_or_else(|| format!("`{key}` is {}, not a list of whole numbers", json[key]))
+}
+
+/// Returns a list of names, or one; it may be missing.
+fn names(json: &Value, key: &str) -> Result<Vec<String>, String> {
+    match json[key].as_str() {
+        Some("") => Ok(Vec::new()),
+        Some(name) => Ok(vec![name.to_string()]),
+        None => list(json, key),
+    }
 }
 
 /// Returns a list of names, which may be missing.
@@ -159,7 +174,7 @@ impl LoraConfig {
     /// # Errors
     ///
     /// [`LoadError`] if `adapter_config.json` cannot be read. [`LoadError::Setting`] names a setting that
-    /// has no equivalent here: DoRA and other types of adapters, trained biases, target modules as a
+    /// has no equivalent here: DoRA and other types of adapters, trained biases, excluded modules as a
     /// regular expression, an initialisation that changes the base, and settings that are unknown and not
     /// empty.
     pub fn from_peft(folder: impl AsRef<Path>) -> Result<Self, LoadError> {

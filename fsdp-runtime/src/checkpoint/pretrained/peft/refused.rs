@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 /// Settings that [`PeftConfig`](super::config::PeftConfig) reads.
-const READ: [&str; 12] = [
+const READ: [&str; 14] = [
     "peft_type",
     "r",
     "lora_alpha",
@@ -13,13 +13,15 @@ const READ: [&str; 12] = [
     "alpha_pattern",
     "target_modules",
     "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
     "modules_to_save",
     "bias",
     "init_lora_weights",
 ];
 /// Settings that change no result, or only together with a setting that is refused. The orientation of
 /// matrices, `fan_in_fan_out`, is that of the model.
-const WITHOUT_EFFECT: [&str; 11] = [
+const WITHOUT_EFFECT: [&str; 10] = [
     "task_type",
     "auto_mapping",
     "peft_version",
@@ -27,7 +29,6 @@ const WITHOUT_EFFECT: [&str; 11] = [
     "revision",
     "inference_mode",
     "fan_in_fan_out",
-    "layers_pattern",
     "megatron_core",
     "qalora_group_size",
     "runtime_config",
@@ -89,7 +90,6 @@ fn reason(setting: &str) -> &'static str {
         | "arrow_config"
         | "alora_invocation_tokens" => "it is another type of adapter",
         "lora_bias" => "the factors have no bias here",
-        "layers_to_transform" => "list the layers in `target_modules`",
         "layer_replication" => "the model's layers are not replicated",
         "target_parameters" => "adapters are for the matrices of linear layers",
         "trainable_token_indices" => "a table is trained in full, in `modules_to_save`",
@@ -147,8 +147,6 @@ mod tests {
             ("lora_bias", json!(true)),
             ("init_lora_weights", json!("pissa")),
             ("init_lora_weights", json!("mica")),
-            ("layers_to_transform", json!([0])),
-            ("layers_to_transform", json!(0)),
             ("layer_replication", json!([[0, 2]])),
             ("target_parameters", json!(["experts.down"])),
             ("trainable_token_indices", json!([3])),
