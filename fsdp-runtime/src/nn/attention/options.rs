@@ -78,7 +78,7 @@ impl AttentionOptions {
     /// If `numbers` does not have shape `[batch, length]`, or if a number returns in a row after another number.
     pub fn with_segment_data(mut self, numbers: &TensorData) -> Self {
         let &[_, length] = &numbers.shape()[..] else {
-            panic!("segments have the shape [batch, length], not {:?}", numbers.shape())
+            panic!("segments have the shape [batch, length], not {:?}", numbers.shape().as_slice())
         };
         let numbers: Vec<i64> = numbers.iter().collect();
         let segments = Segments::new(&numbers, length);
