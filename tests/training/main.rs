@@ -26,6 +26,7 @@ mod quantized;
 mod saved_activations;
 mod storage;
 mod strategies;
+mod tensor_parallel;
 mod unshard;
 mod whole_param;
 mod wrong_loss;

@@ -6,6 +6,7 @@ mod field;
 mod group;
 mod impl_block;
 mod module;
+mod split;
 mod tie;
 mod unit_value;
 
@@ -26,6 +27,7 @@ pub(crate) fn module(module: &Module<'_>, errors: &mut Errors) {
     }
     module::has_distinct_keys(module, errors);
     group::are_valid(module, errors);
+    split::are_valid(module, errors);
     tie::are_valid(module, errors);
 }
 

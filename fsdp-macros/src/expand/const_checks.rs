@@ -7,7 +7,7 @@ use quote::{quote, quote_spanned};
 use syn::{GenericArgument, PathArguments, Type};
 
 use super::span::at;
-use crate::parse::{Content, Field, Module, Tie};
+use crate::parse::{Content, Field, Module, Split, Tie};
 
 /// Generates code that requires `#[derive(Module)]`. It is generated first, where the compiler
 /// looks first: a type without the derive has many errors, and the one from here says what to
@@ -28,7 +28,8 @@ pub(super) fn checks(module: &Module<'_>) -> TokenStream {
     let field_units = module.layout_fields().filter_map(field_unit);
     let ties = module.ties.iter().map(tie);
     let hidden_units = module.fields.iter().filter_map(hidden_unit);
-    quote!(#keys #unit #(#field_units)* #(#ties)* #(#hidden_units)*)
+    let splits = module.layout_fields().filter_map(split);
+    quote!(#keys #unit #(#field_units)* #(#ties)* #(#hidden_units)* #(#splits)*)
 }
 
 /// Generates the checks of a generic struct, as a constant of its implementation of `FsdpModule`. The
@@ -44,7 +45,8 @@ pub(super) fn checks_of_generic(module: &Module<'_>) -> TokenStream {
     let field_units = module.layout_fields().filter_map(field_unit);
     let ties = module.ties.iter().map(tie);
     let hidden_units = module.fields.iter().filter_map(hidden_unit);
-    let checks = quote!(#(#field_units)* #(#ties)* #(#hidden_units)*);
+    let splits = module.layout_fields().filter_map(split);
+    let checks = quote!(#(#field_units)* #(#ties)* #(#hidden_units)* #(#splits)*);
     // Constants within the constant do not see the type parameters; statements do.
     let checks = as_statements(checks);
     quote_spanned! {at(name)=>
@@ -95,6 +97,22 @@ fn field_unit(field: &Field<'_>) -> Option<TokenStream> {
         };
     };
     (field.content == Content::Module).then_some(check)
+}
+
+/// Generates the check that a field under `column`, `row` or `vocab` has a layer that can be split.
+fn split(field: &Field<'_>) -> Option<TokenStream> {
+    let (split, _) = field.split()?;
+    let ty = &field.original.ty;
+    let layer = match split {
+        Split::Column | Split::Row => quote!(SplitLinear),
+        Split::Vocab => quote!(SplitVocabulary),
+    };
+    Some(quote_spanned! {at(ty)=>
+        const _: () = {
+            const fn can_be_split<T: __fsdp::#layer>() {}
+            can_be_split::<#ty>()
+        };
+    })
 }
 
 /// Generates the check that the two places of a tie are weights and lie in one unit.

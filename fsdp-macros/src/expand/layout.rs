@@ -4,7 +4,7 @@ use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};
 
 use super::span::at;
-use crate::parse::{Content, Field, Module, Tie, Unit};
+use crate::parse::{Content, Field, Module, Split, Tie, Unit};
 
 /// Generates `const LAYOUT: Node = ..;`.
 pub(super) fn constant(module: &Module<'_>) -> TokenStream {
@@ -41,6 +41,15 @@ fn child(field: &Field<'_>) -> TokenStream {
         Some(group) => quote!(::core::option::Option::Some(#group)),
         None => quote!(::core::option::Option::None),
     };
+    let split = match field.split() {
+        Some((Split::Column, _)) => {
+            let gather = field.gather.is_some();
+            quote!(::core::option::Option::Some(__fsdp::Split::Column { gather: #gather }))
+        }
+        Some((Split::Row, _)) => quote!(::core::option::Option::Some(__fsdp::Split::Row)),
+        Some((Split::Vocab, _)) => quote!(::core::option::Option::Some(__fsdp::Split::Vocab)),
+        None => quote!(::core::option::Option::None),
+    };
     quote! {
         __fsdp::Child {
             name: #name,
@@ -48,6 +57,7 @@ fn child(field: &Field<'_>) -> TokenStream {
             transposed: false,
             unit: #unit,
             group: #group,
+            split: #split,
             node: &#node,
         }
     }

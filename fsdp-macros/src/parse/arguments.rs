@@ -21,6 +21,10 @@ const UNIT: &str = "unit";
 const FIELD_UNITS: &str = "field_units";
 const MORE: &str = "more";
 const FORWARD: &str = "forward";
+const COLUMN: &str = "column";
+const ROW: &str = "row";
+const VOCAB: &str = "vocab";
+const GATHER: &str = "gather";
 
 /// `#[fsdp_unit(..)]` on a struct.
 #[derive(Default)]
@@ -100,6 +104,36 @@ impl ValueArgs {
     }
 }
 
+/// How the matrix of a layer is split over tensor parallel ranks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Split {
+    /// A rank has a part of the outputs.
+    Column,
+    /// A rank has a part of the inputs.
+    Row,
+    /// A rank has a part of the vocabulary.
+    Vocab,
+}
+
+impl Split {
+    fn named(name: &str) -> Self {
+        match name {
+            COLUMN => Self::Column,
+            ROW => Self::Row,
+            _ => Self::Vocab,
+        }
+    }
+
+    /// Returns the argument.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Column => COLUMN,
+            Self::Row => ROW,
+            Self::Vocab => VOCAB,
+        }
+    }
+}
+
 /// `#[fsdp(..)]` on a field of a module.
 #[derive(Default)]
 pub(super) struct FieldArgs {
@@ -110,6 +144,10 @@ pub(super) struct FieldArgs {
     pub(super) unit: Option<Path>,
     /// The string in `unit = ".."`, if it is given.
     pub(super) group: Option<LitStr>,
+    /// The arguments `column`, `row` and `vocab`, in the order written.
+    pub(super) splits: Vec<(Split, Path)>,
+    /// The argument `gather`, if it is given.
+    pub(super) gather: Option<Path>,
 }
 
 impl FieldArgs {
@@ -129,7 +167,20 @@ impl FieldArgs {
                     parsed.group = group(&meta, errors);
                     parsed.unit = Some(meta.path().clone());
                 }
-                _ => unknown(&meta, &[KEY, LEAF, UNIT], errors),
+                given @ (COLUMN | ROW | VOCAB) => {
+                    let split = Split::named(given);
+                    flag(&meta, split.name(), errors);
+                    match parsed.splits.iter().any(|(other, _)| *other == split) {
+                        true => repeated(&meta, errors),
+                        false => parsed.splits.push((split, meta.path().clone())),
+                    }
+                }
+                GATHER if parsed.gather.is_some() => repeated(&meta, errors),
+                GATHER => {
+                    flag(&meta, GATHER, errors);
+                    parsed.gather = Some(meta.path().clone());
+                }
+                _ => unknown(&meta, &[KEY, LEAF, UNIT, COLUMN, ROW, VOCAB, GATHER], errors),
             }
         }
         parsed
@@ -223,7 +274,10 @@ fn unknown(meta: &Meta, valid: &[&'static str], errors: &mut Errors) {
             }
             FORWARD => format!("it belongs on a method of the unit: `#[fsdp({FORWARD})]`"),
             KEY => format!(r#"it belongs on a field: `#[fsdp({KEY} = "..")]`"#),
-            LEAF | UNIT => format!("it belongs on a field: `#[fsdp({given})]`"),
+            LEAF | UNIT | COLUMN | ROW | VOCAB => {
+                format!("it belongs on a field: `#[fsdp({given})]`")
+            }
+            GATHER => format!("it belongs on a field: `#[fsdp({COLUMN}, {GATHER})]`"),
             _ => format!("expected {}", one_of(valid.iter().copied())),
         },
     };

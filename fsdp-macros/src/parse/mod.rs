@@ -12,6 +12,7 @@ mod module;
 mod unit_value;
 mod values;
 
+pub(crate) use arguments::Split;
 pub(crate) use attributes::{FSDP, FSDP_UNIT, derives, is_named};
 pub(crate) use crate_path::CratePath;
 pub(crate) use impl_block::{Forward, ImplBlock, Receiver, is_forward};

@@ -4,7 +4,7 @@ use proc_macro2::TokenStream;
 use syn::ext::IdentExt;
 use syn::{Attribute, Data, DeriveInput, Fields, LitStr, Member};
 
-use super::arguments::{FieldArgs, ModuleArgs, UnitArgs};
+use super::arguments::{FieldArgs, ModuleArgs, Split, UnitArgs};
 use super::attributes::{FSDP_UNIT, is_named};
 use super::burn::{is_constant, is_skipped};
 use super::crate_path::CratePath;
@@ -99,6 +99,10 @@ pub(crate) struct Field<'a> {
     pub(crate) unit: Option<syn::Path>,
     /// The name in `#[fsdp(unit = "name")]`, which makes one unit of the fields with that name.
     pub(crate) group: Option<LitStr>,
+    /// The words `column`, `row` and `vocab` in `#[fsdp(..)]`, in the order written.
+    pub(crate) splits: Vec<(Split, syn::Path)>,
+    /// The word `gather` in `#[fsdp(column, gather)]`.
+    pub(crate) gather: Option<syn::Path>,
     /// Content of the field, according to its declaration.
     pub(crate) content: Content,
 }
@@ -137,7 +141,8 @@ impl<'a> Field<'a> {
     }
 
     fn parse(original: &'a syn::Field, member: Member, errors: &mut Errors) -> Self {
-        let FieldArgs { key, leaf, unit, group } = FieldArgs::parse(&original.attrs, errors);
+        let FieldArgs { key, leaf, unit, group, splits, gather } =
+            FieldArgs::parse(&original.attrs, errors);
         let content = if is_skipped(&original.attrs) {
             Content::Skipped
         } else if is_constant(&original.ty) {
@@ -147,7 +152,12 @@ impl<'a> Field<'a> {
         } else {
             Content::Module
         };
-        Self { original, member, key, leaf, unit, group, content }
+        Self { original, member, key, leaf, unit, group, splits, gather, content }
+    }
+
+    /// Returns how the matrix in the field is split over tensor parallel ranks, if it is.
+    pub(crate) fn split(&self) -> Option<&(Split, syn::Path)> {
+        self.splits.first()
     }
 
     /// Returns the field's segment of a module path, as Burn's traversal names it.

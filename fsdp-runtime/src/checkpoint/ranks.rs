@@ -26,7 +26,7 @@ impl From<&Worker> for Ranks {
 
 impl<M> From<&Fsdp<M>> for Ranks {
     fn from(model: &Fsdp<M>) -> Self {
-        Self { mesh: model.schedule.mesh(), comm: model.schedule.comm().clone() }
+        Self { mesh: model.schedule.world_mesh(), comm: model.schedule.world_comm() }
     }
 }
 

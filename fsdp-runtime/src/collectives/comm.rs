@@ -26,8 +26,13 @@ pub(crate) fn rank_span(rank: Rank, thread: &'static str) -> tracing::Span {
 /// The thread ends once the last handle is dropped and its queue is empty.
 pub(crate) struct Communicator {
     group: Arc<AnyProcessGroup>,
+    shared: Arc<CommunicationThread>,
+}
+
+/// The communication thread of a rank, and its queue.
+struct CommunicationThread {
     jobs: Mutex<Sender<Job>>,
-    thread: JoinHandle<()>,
+    handle: JoinHandle<()>,
     /// Nanoseconds that the thread has spent in collectives, including waits for other ranks.
     busy: Arc<AtomicU64>,
     blocked: Arc<Blocked>,
@@ -59,14 +64,19 @@ impl Communicator {
             queue.into_iter().for_each(|job| job());
             own.leave();
         })?;
-        Ok(Arc::new(Self {
-            group,
+        let shared = CommunicationThread {
             jobs: Mutex::new(jobs),
-            thread,
+            handle: thread,
             busy: Arc::default(),
             blocked: Arc::default(),
             issued: AtomicU64::new(0),
-        }))
+        };
+        Ok(Arc::new(Self { group, shared: Arc::new(shared) }))
+    }
+
+    /// Returns a handle to the same thread, for which the members of `group` are all ranks.
+    pub(crate) fn among(&self, group: Arc<AnyProcessGroup>) -> Arc<Self> {
+        Arc::new(Self { group, shared: self.shared.clone() })
     }
 
     /// Drops a handle. If it is the last one, waits for the thread to end.
@@ -74,10 +84,11 @@ impl Communicator {
     /// A process must not exit before: NCCL ends a communicator on its GPU, and CUDA crashes if it is
     /// used while the process exits.
     pub(crate) fn end(handle: Arc<Self>) {
-        if let Some(Self { jobs, thread, .. }) = Arc::into_inner(handle) {
+        let shared = Arc::into_inner(handle).map(|handle| handle.shared);
+        if let Some(CommunicationThread { jobs, handle, .. }) = shared.and_then(Arc::into_inner) {
             drop(jobs);
             // A panic of the thread was reported as the failure of its collective.
-            let _ = thread.join();
+            let _ = handle.join();
         }
     }
 
@@ -103,8 +114,8 @@ impl Communicator {
         let (sender, result) = sync_channel(1);
         let group = group.clone();
         let rank = group.rank();
-        let (busy, blocked) = (self.busy.clone(), self.blocked.clone());
-        let id = self.issued.fetch_add(1, Ordering::Relaxed);
+        let (busy, blocked) = (self.shared.busy.clone(), self.shared.blocked.clone());
+        let id = self.shared.issued.fetch_add(1, Ordering::Relaxed);
         tracing::trace!(target: "fsdp::trace", id, "fsdp::issue");
         let job = move || {
             let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::work", id).entered();
@@ -120,7 +131,7 @@ impl Communicator {
             let _ = sender.send(outcome);
         };
         // A send fails when the thread has ended; then `Work::wait` finds the channel closed.
-        let _ = self.jobs.lock().ignore_poison().send(Box::new(job));
+        let _ = self.shared.jobs.lock().ignore_poison().send(Box::new(job));
         Work { result, outcome: None, rank, blocked, id }
     }
 
@@ -128,12 +139,12 @@ impl Communicator {
     /// their results.
     pub(crate) fn times(&self) -> (Duration, Duration) {
         let read = |time: &AtomicU64| Duration::from_nanos(time.load(Ordering::Relaxed));
-        (read(&self.busy), read(&self.blocked.nanos))
+        (read(&self.shared.busy), read(&self.shared.blocked.nanos))
     }
 
     /// Returns how often this rank has blocked on the result of a collective.
     pub(crate) fn waits(&self) -> usize {
-        self.blocked.waits.load(Ordering::Relaxed)
+        self.shared.blocked.waits.load(Ordering::Relaxed)
     }
 }
 

@@ -154,21 +154,34 @@ impl AnyProcessGroup {
 /// The process groups of a mesh, as one rank sees them.
 #[derive(Clone, Debug)]
 pub(crate) struct MeshGroups {
+    /// Ranks that take different batches: all ranks, or those that have the same part of split matrices.
+    pub(crate) data: Arc<AnyProcessGroup>,
     /// Ranks that share one copy of the parameters.
     pub(crate) shard: Arc<AnyProcessGroup>,
     /// Ranks that hold the same shard of different copies; `None` if there is one copy.
     pub(crate) replicate: Option<Arc<AnyProcessGroup>>,
+    /// Ranks that have the parts of the same matrices, if there are several.
+    pub(crate) tensor: Option<Arc<AnyProcessGroup>>,
 }
 
 impl MeshGroups {
     /// Splits `world` into the process groups of `mesh`. Every rank calls it.
     pub(crate) fn new(world: &Arc<AnyProcessGroup>, mesh: Mesh) -> Result<Self, CollectiveError> {
-        if mesh.replicas().size() == 1 {
-            return Ok(Self { shard: world.clone(), replicate: None });
-        }
-        let shard = Arc::new(world.split(mesh.replica().index())?);
-        let replicate = Some(Arc::new(world.split(mesh.shard_rank().index())?));
-        Ok(Self { shard, replicate })
+        let (data, tensor) = match mesh.tensor_size() {
+            WorldSize::ONE => (world.clone(), None),
+            _ => {
+                let data = Arc::new(world.split(mesh.tensor_rank().index())?);
+                (data, Some(Arc::new(world.split(mesh.rank.index())?)))
+            }
+        };
+        let (shard, replicate) = match mesh.replicas() {
+            WorldSize::ONE => (data.clone(), None),
+            _ => {
+                let shard = Arc::new(data.split(mesh.replica().index())?);
+                (shard, Some(Arc::new(data.split(mesh.shard_rank().index())?)))
+            }
+        };
+        Ok(Self { data, shard, replicate, tensor })
     }
 }
 

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 
 use super::not_recomputable::NotRecomputable;
 use super::text::rank_list;
-use crate::layout::{MeshError, Rank};
+use crate::layout::{MeshError, Rank, WorldSize};
 
 /// The reason why a model cannot be sharded.
 ///
@@ -23,6 +23,22 @@ pub enum ShardError {
     EmptyModel {
         /// Type of the model.
         model: &'static str,
+    },
+    /// A matrix that tensor parallel ranks cannot split in equal parts.
+    #[error(
+        "`{path}` has size {size} in dimension {dim}, along which {ranks} tensor parallel ranks cannot split \
+         it in equal parts; set `tensor_parallel` to one of {}",
+        divisors(*size)
+    )]
+    UnevenSplit {
+        /// Path of the parameter.
+        path: String,
+        /// The dimension, from 0.
+        dim: usize,
+        /// Size of the parameter along the dimension.
+        size: usize,
+        /// Number of tensor parallel ranks.
+        ranks: WorldSize,
     },
     /// One parameter in two fields that no tie declares.
     #[error(
@@ -241,4 +257,10 @@ pub enum ShardError {
         /// Description of the accepted values.
         expected: String,
     },
+}
+
+/// Formats the divisors of a size up to 64, of which one is the number of tensor parallel ranks.
+fn divisors(size: usize) -> String {
+    let divisors = (1..=64).filter(|ranks| size.is_multiple_of(*ranks));
+    divisors.map(|ranks| ranks.to_string()).collect::<Vec<_>>().join(", ")
 }

@@ -81,11 +81,13 @@ pub(crate) fn shard<M: HookedForward>(
         later = plan.indices.iter().flatten().copied().collect();
     }
     with_backend!(device, |B, inner| {
-        let random = RandomStream::new(options.seed.unwrap_or(0), worker.rank().index());
+        // Tensor parallel ranks take the same batch, and draw the same masks for it.
+        let random = RandomStream::new(options.seed.unwrap_or(0), mesh.rank.index());
+        let comm = worker.comm().among(settings.groups.data.clone());
         let schedule = Schedule::<B>::new(
             settings,
             clone_device(&inner),
-            worker.comm().clone(),
+            (comm, worker.comm().world().clone()),
             plan.units.clone(),
             random.clone(),
         );

@@ -22,6 +22,17 @@ pub enum MeshError {
         /// The requested size of a shard group, in ranks.
         shard: usize,
     },
+    /// A number of tensor parallel ranks that does not divide the number of ranks.
+    #[error(
+        "{world} ranks cannot be split into groups of {tensor} tensor parallel ranks; set \
+         `tensor_parallel` to a divisor of {world}"
+    )]
+    UnevenTensorParallel {
+        /// Number of all ranks.
+        world: WorldSize,
+        /// The requested number of tensor parallel ranks.
+        tensor: usize,
+    },
 }
 
 /// Number of ranks of a process group, at least 1.
@@ -105,21 +116,61 @@ impl fmt::Display for Rank {
 /// Ranks fill one shard group after the other, as in PyTorch's device mesh
 /// `("replicate", "shard")`. The parameters are sharded within a shard group, and each group holds
 /// a full copy of the model. A 1-D mesh has one group.
+///
+/// With [tensor parallel](crate::FsdpOptions::with_tensor_parallel) ranks, each coordinate of the mesh is
+/// a group of them, neighbours among all ranks: `("replicate", "shard", "tensor")`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Mesh {
-    /// This rank's number among all ranks.
+    /// This rank's number among all ranks; with tensor parallel ranks, the number of its group of them.
     pub rank: Rank,
-    /// Number of ranks in all.
+    /// Number of ranks in all; with tensor parallel ranks, the number of their groups.
     pub world: WorldSize,
     /// Number of ranks in a shard group.
     shard: WorldSize,
+    /// Number of tensor parallel ranks.
+    tensor: WorldSize,
+    /// This rank's number among its tensor parallel ranks.
+    tensor_rank: Rank,
 }
 
 impl Mesh {
     /// Creates a 1-D mesh: all ranks form one shard group.
     pub const fn new(rank: Rank, world: WorldSize) -> Self {
-        Self { rank, world, shard: world }
+        Self { rank, world, shard: world, tensor: WorldSize::ONE, tensor_rank: Rank::ZERO }
+    }
+
+    /// Returns the mesh of the groups of `ranks` tensor parallel ranks, in a 1-D mesh of all ranks.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`MeshError::UnevenTensorParallel`] if `ranks` does not divide the number of ranks, and
+    /// [`MeshError::EmptyWorld`] if it is 0.
+    pub fn tensor_parallel(self, ranks: usize) -> Result<Self, MeshError> {
+        let tensor = WorldSize::new(ranks)?;
+        let Self { rank, world, .. } = self;
+        if !world.size().is_multiple_of(ranks) {
+            return Err(MeshError::UnevenTensorParallel { world, tensor: ranks });
+        }
+        let (rank, tensor_rank) = (Rank(rank.0 / ranks), Rank(rank.0 % ranks));
+        Ok(Self { tensor, tensor_rank, ..Self::new(rank, WorldSize(world.0 / ranks)) })
+    }
+
+    /// Returns the 1-D mesh of all ranks, tensor parallel ones included.
+    pub(crate) const fn of_all_ranks(self) -> Self {
+        let Self { rank, world, tensor, tensor_rank, .. } = self;
+        let rank = Rank(rank.0 * tensor.0 + tensor_rank.0);
+        Self::new(rank, WorldSize(world.0 * tensor.0))
+    }
+
+    /// Returns the number of tensor parallel ranks, each of which has a part of the split matrices.
+    pub const fn tensor_size(self) -> WorldSize {
+        self.tensor
+    }
+
+    /// Returns this rank's number among its tensor parallel ranks.
+    pub const fn tensor_rank(self) -> Rank {
+        self.tensor_rank
     }
 
     /// Returns this mesh with shard groups of `shard_size` ranks.
@@ -173,6 +224,29 @@ mod tests {
         assert_eq!(coordinates, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]);
         let mesh = Mesh::new(Rank(4), world);
         assert_eq!((mesh.replicas().size(), mesh.shard_rank()), (1, Rank(4)));
+    }
+
+    #[test]
+    fn tensor_parallel_ranks_are_neighbours() {
+        let world = WorldSize::new(8).unwrap();
+        let coordinate = |rank| {
+            let mesh = Mesh::new(Rank(rank), world).tensor_parallel(2).unwrap().grouped(2).unwrap();
+            [mesh.replica(), mesh.shard_rank(), mesh.tensor_rank()].map(Rank::index)
+        };
+        let coordinates: Vec<_> = (0..8).map(coordinate).collect();
+        let expected = [
+            [0, 0, 0],
+            [0, 0, 1],
+            [0, 1, 0],
+            [0, 1, 1],
+            [1, 0, 0],
+            [1, 0, 1],
+            [1, 1, 0],
+            [1, 1, 1],
+        ];
+        assert_eq!(coordinates, expected);
+        let error = Mesh::new(Rank(0), world).tensor_parallel(3).unwrap_err();
+        assert!(matches!(error, MeshError::UnevenTensorParallel { tensor: 3, .. }), "{error}");
     }
 
     #[test]

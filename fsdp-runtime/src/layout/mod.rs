@@ -2,12 +2,14 @@
 
 mod flat;
 mod mesh;
+mod tensor_split;
 mod unit;
 
 pub use self::flat::{ALIGNMENT, FlatLayout};
 
 pub use self::mesh::{Mesh, MeshError, Rank, WorldSize};
 
+pub(crate) use self::tensor_split::TensorSplit;
 pub(crate) use self::unit::{FlatRange, MatrixForm, UnitLayout};
 pub use fsdp_kernels::StorageType;
 pub(crate) use fsdp_kernels::mix;

@@ -53,6 +53,7 @@ macro_rules! module {
                     transposed: transposed!($($transposed)?),
                     unit: false,
                     group: None,
+                    split: None,
                     node: &<$field_ty as FsdpModule>::LAYOUT,
                 }),+],
                 ties: &[],
@@ -133,6 +134,7 @@ macro_rules! variant {
             transposed: false,
             unit: false,
             group: None,
+            split: None,
             node: &<$inner as FsdpModule>::LAYOUT,
         };
         CHILD

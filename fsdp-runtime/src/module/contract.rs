@@ -137,6 +137,28 @@ pub trait FsdpModule: Module + 'static {
 )]
 pub trait FsdpUnit: FsdpModule {}
 
+/// A linear layer whose matrix can be split over tensor parallel ranks, under `#[fsdp(column)]` or
+/// `#[fsdp(row)]`.
+#[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be split over tensor parallel ranks",
+    label = "no `fsdp_runtime::nn::Linear`",
+    note = "`column` and `row` are for fields of type `fsdp_runtime::nn::Linear`, which sums over the ranks; `From` makes one of `burn::nn::Linear`",
+    note = "norms and other small layers are the same on all ranks: remove the argument; an embedding takes `#[fsdp(vocab)]`"
+)]
+pub trait SplitLinear {}
+
+impl<T: SplitLinear> SplitLinear for Option<T> {}
+
+/// A layer whose matrix can be split by words over tensor parallel ranks, under `#[fsdp(vocab)]`.
+#[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "the vocabulary of `{Self}` cannot be split over tensor parallel ranks",
+    label = "no `fsdp_runtime::nn::Embedding`, and no head",
+    note = "`vocab` is for the embedding and the head of a language model: fields of type `fsdp_runtime::nn::Embedding` and `fsdp_runtime::nn::LmHead`"
+)]
+pub trait SplitVocabulary {}
+
 /// A unit whose `forward` carries the hooks that gather and reshard its parameters.
 ///
 /// `#[fsdp_unit]` implements it on the `impl` block that holds `pub fn forward(&self, ..)`.

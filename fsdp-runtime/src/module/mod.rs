@@ -20,8 +20,10 @@ mod unit_type;
 mod unit_value;
 
 pub(crate) use self::adapter::{AdapterDropout, AdapterSettings, ConfiguredLora};
-pub use self::contract::{FsdpModule, FsdpUnit, HookedForward, ParamMapper, ParamVisitor};
-pub use self::node::{Child, Forward, Kind, LEAF, Node, Tie};
+pub use self::contract::{
+    FsdpModule, FsdpUnit, HookedForward, ParamMapper, ParamVisitor, SplitLinear, SplitVocabulary,
+};
+pub use self::node::{Child, Forward, Kind, LEAF, Node, Split, Tie};
 pub use self::param::Sharded;
 pub(crate) use self::param::{
     AdaptedWeight, AdapterFactors, CallId, ForwardFn, ParamIndex, Runtime, SavedForward,

@@ -73,14 +73,31 @@ pub struct Child {
     /// Name of the group in `#[fsdp(unit = "name")]`: the modules in all fields of the struct with
     /// that name are one unit.
     pub group: Option<&'static str>,
+    /// How the matrix of the layer in the field is split over tensor parallel ranks, under
+    /// `#[fsdp(column)]`, `#[fsdp(row)]` or `#[fsdp(vocab)]`.
+    pub split: Option<Split>,
     /// Layout of the field's type.
     pub node: &'static Node,
+}
+
+/// How the matrix of a layer is split over tensor parallel ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// A rank has a part of the outputs.
+    Column {
+        /// Whether the layer returns the outputs of all ranks.
+        gather: bool,
+    },
+    /// A rank has a part of the inputs. The layer returns the sum over all ranks.
+    Row,
+    /// A rank has a part of the vocabulary.
+    Vocab,
 }
 
 impl Child {
     /// Creates a field that has the same name in checkpoints, is not transposed, and is not a unit.
     pub(super) const fn plain(name: &'static str, node: &'static Node) -> Self {
-        Self { name, key: None, transposed: false, unit: false, group: None, node }
+        Self { name, key: None, transposed: false, unit: false, group: None, split: None, node }
     }
 
     /// Returns the segment that this field adds to a checkpoint key.

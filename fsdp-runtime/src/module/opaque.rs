@@ -62,8 +62,15 @@ fn visit_leaf_units<M: Module, V: ParamVisitor>(
     child: &'static Child,
     visitor: &mut V,
 ) {
-    const ELEMENT: &Child =
-        &Child { name: "", key: None, transposed: false, unit: true, group: None, node: &LEAF };
+    const ELEMENT: &Child = &Child {
+        name: "",
+        key: None,
+        transposed: false,
+        unit: true,
+        group: None,
+        split: None,
+        node: &LEAF,
+    };
     visitor.enter(child, None);
     for (index, module) in list.iter().enumerate() {
         visitor.enter(ELEMENT, Some(index));

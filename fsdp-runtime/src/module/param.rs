@@ -20,6 +20,7 @@ use fsdp_kernels::MaskSource;
 use super::adapter::{AdapterSettings, AttachedLora};
 use super::random::Draw;
 use crate::error::{Error, raise};
+use crate::layout::TensorSplit;
 
 /// The index of a parameter in a sharded model: entry `entry` of unit `unit`, both counted in
 /// layout order.
@@ -122,6 +123,16 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     fn abort_forward(&self, call: CallId);
     /// Returns the dtype in which the gradient of a parameter is reduced.
     fn reduce_dtype(&self, index: ParamIndex) -> DType;
+    /// Returns the part of a parameter that this rank has among its tensor parallel ranks; `None` for a
+    /// whole one.
+    fn split(&self, index: ParamIndex) -> Option<TensorSplit>;
+    /// Returns a tensor that all tensor parallel ranks have, to be used with parts of matrices. Its gradient
+    /// is summed over the ranks.
+    fn share_with_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
+    /// Returns the sum of a tensor over the tensor parallel ranks.
+    fn sum_over_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
+    /// Returns the tensors of all tensor parallel ranks, joined along the last dimension.
+    fn gather_from_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
     /// Returns the effective value of a parameter, given its base.
     fn materialize(
         self: Arc<Self>,
@@ -178,6 +189,27 @@ impl Sharded {
         }
     }
 
+    /// Returns the part of the parameter that this rank has among its tensor parallel ranks, if it has not
+    /// the whole.
+    pub(crate) fn split(&self) -> Option<TensorSplit> {
+        self.runtime.split(self.index)
+    }
+
+    /// Returns a tensor that all tensor parallel ranks have, to be used with parts of matrices.
+    pub(crate) fn share_with_tensor_ranks<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        exchanged(self.runtime.share_with_tensor_ranks(tensor.into_dispatch()))
+    }
+
+    /// Returns the sum of a tensor over the tensor parallel ranks.
+    pub(crate) fn sum_over_tensor_ranks<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        exchanged(self.runtime.sum_over_tensor_ranks(tensor.into_dispatch()))
+    }
+
+    /// Returns the tensors of all tensor parallel ranks, joined along the last dimension.
+    pub(crate) fn gather_from_tensor_ranks<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        exchanged(self.runtime.gather_from_tensor_ranks(tensor.into_dispatch()))
+    }
+
     pub(crate) fn new(runtime: Arc<dyn Runtime>, index: ParamIndex) -> Self {
         let marker = VisitMarker { runtime: runtime.clone(), index };
         Self { runtime, index, lora: None, settings: None, marker }
@@ -224,6 +256,14 @@ impl Sharded {
     pub(crate) fn put_on<const D: usize>(self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, base, mapper) = param.consume();
         Param::from_mapped_value(id, base, mapper).apply_reparameterization(AttachSharded(self))
+    }
+}
+
+/// Returns the result of an exchange between ranks. Unwinds with the error if it failed.
+fn exchanged<const D: usize>(result: Result<DispatchTensor, Error>) -> Tensor<D> {
+    match result {
+        Ok(value) => Tensor::from_dispatch(value),
+        Err(error) => raise(error),
     }
 }
 

@@ -6,7 +6,11 @@ use burn::nn::LinearLayout;
 use burn::tensor::{DType, Device, Tensor, activation};
 
 use crate::backend::ops::{LinearParams, SharedInput, dropout_tracked, linear_tracked};
-use crate::module::{AdaptedWeight, AdapterFactors, FsdpModule, Node, ParamMapper, ParamVisitor};
+use crate::layout::TensorSplit;
+use crate::module::{
+    AdaptedWeight, AdapterFactors, FsdpModule, Node, ParamMapper, ParamVisitor, Sharded,
+    SplitLinear,
+};
 
 pub use fsdp_kernels::LinearActivation;
 
@@ -109,7 +113,10 @@ impl Linear {
         activation: LinearActivation,
     ) -> Tensor<D> {
         let params = self.params(&input.device());
-        apply(input, params, activation)
+        match TensorParallel::of(self) {
+            Some(parallel) => parallel.apply(input, params, activation),
+            None => apply(input, params, activation),
+        }
     }
 
     /// Applies several layers to one input, such as those of query, key and value. The results are in
@@ -120,7 +127,11 @@ impl Linear {
         input: Tensor<D>,
     ) -> [Tensor<D>; N] {
         let device = input.device();
+        let parallel = layers.map(TensorParallel::of);
         let params = layers.map(|layer| layer.params(&device));
+        if parallel.iter().any(Option::is_some) {
+            return Self::forward_each_part(parallel, params, input);
+        }
         let Some((common, sum)) = SharedInput::new(&input) else {
             return params.map(|params| apply(input.clone(), params, Default::default()));
         };
@@ -131,10 +142,96 @@ impl Linear {
         })
     }
 
+    /// Applies layers of which some are split over tensor parallel ranks. Those that take the whole input
+    /// share the sum of its gradient.
+    fn forward_each_part<const D: usize, const N: usize>(
+        parallel: [Option<TensorParallel<'_>>; N],
+        params: [LinearParams; N],
+        input: Tensor<D>,
+    ) -> [Tensor<D>; N] {
+        let mut shared = None;
+        let mut params = params.into_iter();
+        parallel.map(|parallel| {
+            let params = params.next().expect("parameters of each layer");
+            match parallel {
+                Some(parallel) if parallel.takes_whole_inputs() => {
+                    let input = shared.get_or_insert_with(|| parallel.share(input.clone()));
+                    parallel.outputs(apply(
+                        input.clone(),
+                        parallel.params(params),
+                        Default::default(),
+                    ))
+                }
+                Some(parallel) => parallel.apply(input.clone(), params, Default::default()),
+                None => apply(input.clone(), params, Default::default()),
+            }
+        })
+    }
+
     /// Returns the full parameters, for an input on `device`.
     fn params(&self, device: &Device) -> LinearParams {
         let weight = AdaptedWeight::of(&self.weight, device);
         LinearParams { weight, bias: self.bias.as_ref().map(Param::val) }
+    }
+}
+
+/// How a layer is split over tensor parallel ranks.
+struct TensorParallel<'a> {
+    weight: &'a Sharded,
+    split: TensorSplit,
+}
+
+impl<'a> TensorParallel<'a> {
+    /// Returns how a layer is split, if it is.
+    fn of(layer: &'a Linear) -> Option<Self> {
+        let weight = Sharded::of(&layer.weight)?;
+        Some(Self { weight, split: weight.split()? })
+    }
+
+    /// Returns whether the layer takes the whole input, and has a part of the outputs.
+    fn takes_whole_inputs(&self) -> bool {
+        self.split.dim == 1
+    }
+
+    fn share<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        self.weight.share_with_tensor_ranks(tensor)
+    }
+
+    /// Returns the parameters, of which those that are whole have gradients of all ranks.
+    fn params(&self, mut params: LinearParams) -> LinearParams {
+        if let Some(adapter) = &mut params.weight.adapter {
+            let whole = if self.takes_whole_inputs() { &mut adapter.a } else { &mut adapter.b };
+            *whole = self.share(whole.clone());
+        }
+        params
+    }
+
+    fn outputs<const D: usize>(&self, output: Tensor<D>) -> Tensor<D> {
+        match self.split.gathers {
+            true => self.weight.gather_from_tensor_ranks(output),
+            false => output,
+        }
+    }
+
+    fn apply<const D: usize>(
+        &self,
+        input: Tensor<D>,
+        params: LinearParams,
+        activation: LinearActivation,
+    ) -> Tensor<D> {
+        if self.takes_whole_inputs() {
+            let input = self.share(input);
+            return self.outputs(apply(input, self.params(params), activation));
+        }
+        // The bias is added once, to the sum.
+        let LinearParams { weight, bias } = self.params(params);
+        let part = apply(input, LinearParams { weight, bias: None }, Default::default());
+        let sum = self.weight.sum_over_tensor_ranks(part);
+        let sum = match bias {
+            Some(bias) => sum + bias.unsqueeze(),
+            None => sum,
+        };
+        activated(sum, activation)
     }
 }
 
@@ -221,6 +318,10 @@ fn composed<const D: usize>(
         }
         None => linear(input, base, bias),
     };
+    activated(output, activation)
+}
+
+fn activated<const D: usize>(output: Tensor<D>, activation: LinearActivation) -> Tensor<D> {
     match activation {
         LinearActivation::Identity => output,
         LinearActivation::Gelu => super::gelu(output),
@@ -230,6 +331,8 @@ fn composed<const D: usize>(
         other => unreachable!("no form of Burn's operations for {other:?}"),
     }
 }
+
+impl SplitLinear for Linear {}
 
 impl From<burn::nn::Linear> for Linear {
     fn from(layer: burn::nn::Linear) -> Self {

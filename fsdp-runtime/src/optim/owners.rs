@@ -44,6 +44,7 @@ mod tests {
         let dtype = burn::tensor::DType::F32;
         let layout = UnitLayout::new(numels.iter().map(|&numel| (dtype, numel)), mesh.shard_size());
         let entry = |(segment, &numel): (usize, &usize)| ParamSpec {
+            split: None,
             path: format!("weights.{segment}"),
             shape: vec![numel, 1],
             dtype,

@@ -167,6 +167,10 @@ option_rows!(fsdp_config);
 impl Config for FsdpConfig {}
 
 /// Returns the default of options that are on.
+fn one() -> usize {
+    1
+}
+
 fn on() -> bool {
     true
 }

@@ -94,6 +94,17 @@ impl FsdpOptions {
         self
     }
 
+    /// Sets how many ranks have a part of each matrix under `#[fsdp(column)]` and `#[fsdp(row)]`. It must
+    /// divide the number of ranks, and the sizes along which the matrices are split. Neighbours among all
+    /// ranks form a group, and each group is one data parallel rank: its members take the same batches.
+    /// Default: 1, nothing is split.
+    ///
+    /// PyTorch's `parallelize_module`, Accelerate's `parallelism_config_tp_size`.
+    pub const fn with_tensor_parallel(mut self, ranks: usize) -> Self {
+        self.tensor_parallel = ranks;
+        self
+    }
+
     /// Sets whether gathered parameters are freed between forward and backward. Default:
     /// [`Always`](ReshardAfterForward::Always) under `FULL_SHARD` and `HYBRID_SHARD`,
     /// [`Never`](ReshardAfterForward::Never) under the other strategies.

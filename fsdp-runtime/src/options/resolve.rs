@@ -146,6 +146,18 @@ impl FsdpOptions {
 
     /// Returns `mesh` with the shard groups of the strategy; this machine has `local` ranks.
     pub(crate) fn mesh(&self, mesh: Mesh, local: usize) -> Result<Mesh, ShardError> {
+        if self.tensor_parallel == 0 {
+            return Err(ShardError::InvalidOption {
+                option: "tensor_parallel",
+                value: "0".into(),
+                expected: "use at least 1".into(),
+            });
+        }
+        let mesh = match self.tensor_parallel {
+            1 => mesh,
+            ranks => mesh.tensor_parallel(ranks)?,
+        };
+        let local = (local / self.tensor_parallel).max(1);
         if !self.strategy.is_hybrid() {
             return Ok(mesh);
         }

@@ -82,6 +82,13 @@ macro_rules! option_rows {
             key("parallelism_config_dp_replicate_size", "N", "Number of shard groups"),
         ]),
     }
+    #[serde(default = "one")]
+    pub(crate) tensor_parallel(with_tensor_parallel): plain(usize) = 1, {
+        help: "Number of ranks that have a part of each split matrix",
+        default: "1: nothing is split",
+        range: "a divisor of the number of ranks",
+        keys: Keys::NotInFile("set it in the program"),
+    }
     pub(super) reshard_after_forward(with_reshard_after_forward):
         plain(Option<ReshardAfterForward>) = None, {
         help: "Whether gathered parameters are freed after forward, where `None` leaves it to the strategy",

@@ -10,7 +10,7 @@ use burn::tensor::DType;
 
 use super::control::UnitControl;
 use crate::collectives::Reduce;
-use crate::layout::{FlatRange, Mesh, StorageType, UnitLayout};
+use crate::layout::{FlatRange, Mesh, StorageType, TensorSplit, UnitLayout};
 use crate::options::Precision;
 
 /// The part of a parameter that a rank stores between steps.
@@ -34,8 +34,10 @@ pub(crate) enum Placement {
 pub(crate) struct ParamSpec {
     /// Module path of the parameter.
     pub(crate) path: String,
-    /// Full shape of the parameter.
+    /// Full shape of the parameter; of a split one, that of this rank's part.
     pub(crate) shape: Vec<usize>,
+    /// The part of the parameter that this rank has among its tensor parallel ranks; `None` for a whole one.
+    pub(crate) split: Option<TensorSplit>,
     /// Dtype in which the parameter is gathered and computed with.
     pub(crate) dtype: DType,
     /// Dtype in which the gradient is sent when it is reduced.
@@ -59,6 +61,19 @@ pub(crate) struct ParamSpec {
 }
 
 impl ParamSpec {
+    /// Returns the shape of the parameter in the module, of which this rank may have a part.
+    pub(crate) fn whole_shape(&self) -> Vec<usize> {
+        match self.split {
+            Some(split) => split.whole_shape(&self.shape),
+            None => self.shape.clone(),
+        }
+    }
+
+    /// Returns the number of elements of the parameter in the module.
+    pub(crate) fn whole_numel(&self) -> usize {
+        self.split.map_or(1, |split| split.parts) * self.numel()
+    }
+
     /// Returns the number of elements of the full parameter.
     pub(crate) fn numel(&self) -> usize {
         self.shape.iter().product()

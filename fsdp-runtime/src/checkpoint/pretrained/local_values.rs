@@ -24,7 +24,7 @@ impl LocalValues {
     /// Returns the values of `model` that this rank stores.
     pub(super) fn of(model: &dyn ShardedModel) -> Self {
         let mut values = Self::default();
-        let saves = model.schedule().mesh().rank == Rank::ZERO;
+        let saves = model.schedule().world_mesh().rank == Rank::ZERO;
         model.for_each_param(&mut |param| match model.spec(param.index).placement {
             Placement::PerRank if saves => {
                 let data = ignored_values(param.base).convert::<f32>();

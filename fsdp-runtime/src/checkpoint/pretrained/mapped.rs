@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
+use std::slice::from_ref;
 use std::sync::Arc;
 
 use memmap2::Mmap;
@@ -214,12 +215,12 @@ impl MappedTensor {
         }
     }
 
-    /// Calls `read` for all elements of `range` of the flattened tensor, or of its flattened
+    /// Calls `read` for all elements of `ranges` of the flattened tensor, or of its flattened
     /// transpose, in order. Afterwards the pages that were read are returned to the system.
     pub(super) fn runs<'a>(
         &'a self,
         transposed: bool,
-        range: Range<usize>,
+        ranges: &[Range<usize>],
         mut read: impl FnMut(Run<'a>),
     ) {
         // A tensor that no one may read has elements, but no blocks.
@@ -228,29 +229,34 @@ impl MappedTensor {
         }
         let size = self.dtype.bitsize() / 8;
         let view = View::new(self, transposed);
-        let (last, mut index) = (view.shape.len() - 1, range.start);
+        let last = view.shape.len() - 1;
         let (mut used, mut at) = (vec![false; view.blocks.len()], vec![0; view.shape.len()]);
         let mut current = 0;
-        while index < range.end {
-            let mut rest = index;
-            for dim in (0..view.shape.len()).rev() {
-                at[dim] = rest % view.shape[dim];
-                rest /= view.shape[dim];
+        for range in ranges {
+            let mut index = range.start;
+            while index < range.end {
+                let mut rest = index;
+                for dim in (0..view.shape.len()).rev() {
+                    at[dim] = rest % view.shape[dim];
+                    rest /= view.shape[dim];
+                }
+                if !view.blocks[current].contains(&at) {
+                    let found = view.blocks.iter().position(|block| block.contains(&at));
+                    current = found.expect("the blocks hold every element");
+                }
+                let block = &view.blocks[current];
+                used[current] = true;
+                let count =
+                    (block.offsets[last] + block.sizes[last] - at[last]).min(range.end - index);
+                let first: usize = (0..at.len())
+                    .map(|dim| (at[dim] - block.offsets[dim]) * block.strides[dim])
+                    .sum();
+                let stored = &self.blocks[current];
+                let (start, step) = (stored.range.start + first * size, block.strides[last] * size);
+                let bytes = &stored.file.as_ref()[start..start + (count - 1) * step + size];
+                read(Run { bytes, step, count });
+                index += count;
             }
-            if !view.blocks[current].contains(&at) {
-                let found = view.blocks.iter().position(|block| block.contains(&at));
-                current = found.expect("the blocks hold every element");
-            }
-            let block = &view.blocks[current];
-            used[current] = true;
-            let count = (block.offsets[last] + block.sizes[last] - at[last]).min(range.end - index);
-            let first: usize =
-                (0..at.len()).map(|dim| (at[dim] - block.offsets[dim]) * block.strides[dim]).sum();
-            let stored = &self.blocks[current];
-            let (start, step) = (stored.range.start + first * size, block.strides[last] * size);
-            let bytes = &stored.file.as_ref()[start..start + (count - 1) * step + size];
-            read(Run { bytes, step, count });
-            index += count;
         }
         for (block, _) in self.blocks.iter().zip(used).filter(|(_, used)| *used) {
             block.file.release(&block.range);
@@ -274,7 +280,7 @@ impl MappedTensor {
         }
         let size = self.dtype.bitsize() / 8;
         let mut bytes = Vec::with_capacity(count * size);
-        self.runs(false, 0..count, |run| {
+        self.runs(false, from_ref(&(0..count)), |run| {
             for index in 0..run.count {
                 bytes.extend_from_slice(&run.bytes[index * run.step..][..size]);
             }
@@ -364,7 +370,7 @@ mod tests {
 
     fn bytes(tensor: &MappedTensor, transposed: bool, range: Range<usize>) -> Vec<u8> {
         let mut found = Vec::new();
-        tensor.runs(transposed, range, |run| {
+        tensor.runs(transposed, from_ref(&range), |run| {
             found.extend((0..run.count).map(|index| run.bytes[index * run.step]));
         });
         found

@@ -13,7 +13,7 @@ use super::source::Source;
 use crate::checkpoint::filter::is_factor;
 use crate::checkpoint::load_report::LoadReport;
 use crate::error::LoadError;
-use crate::layout::StorageType;
+use crate::layout::{StorageType, TensorSplit};
 use crate::param_group::{ParamSpec, Placement};
 
 /// Elements of two copies that are read and compared at once.
@@ -26,8 +26,10 @@ pub(super) struct WantedTensor {
     name: String,
     /// Whether the file has the transpose of the parameter.
     transposed: bool,
-    /// Full shape in the model.
+    /// Full shape in the model; of a split parameter, that of this rank's part.
     shape: Vec<usize>,
+    /// The part of the parameter that this rank has among its tensor parallel ranks, if not the whole.
+    split: Option<TensorSplit>,
     /// Range of the flattened parameter's elements that this rank stores.
     range: Range<usize>,
     /// Form in which this rank stores these elements.
@@ -50,6 +52,7 @@ impl WantedTensor {
             name: name.to_string(),
             transposed,
             shape: spec.shape.clone(),
+            split: spec.split,
             range: spec.range(),
             storage: spec.storage,
             base_shape: spec.base_shape(),
@@ -66,6 +69,7 @@ impl WantedTensor {
             name: name.to_string(),
             transposed,
             shape: shape.to_vec(),
+            split: None,
             range: 0..shape.iter().product(),
             storage: StorageType::F32,
             base_shape: shape.to_vec(),
@@ -196,7 +200,10 @@ fn is_batch_count(source: &Source, key: &str) -> bool {
 
 /// Describes how the shape or dtype of a tensor differs from the wanted one, if it does.
 fn difference(tensor: &MappedTensor, wanted: &WantedTensor) -> Option<String> {
-    let mut expected = wanted.shape.clone();
+    let mut expected = match wanted.split {
+        Some(split) => split.whole_shape(&wanted.shape),
+        None => wanted.shape.clone(),
+    };
     if wanted.transposed {
         expected.reverse();
     }
@@ -244,9 +251,13 @@ impl MatchedTensor {
     /// Reads elements of the flattened parameter, converted to f32.
     fn read(&self, range: Range<usize>) -> Vec<f32> {
         let mut elements = Vec::with_capacity(range.len());
+        let ranges = match &self.wanted.split {
+            Some(split) => split.runs(&self.wanted.shape, range),
+            None => vec![range],
+        };
         macro_rules! read {
             ($ty:ty, $to:expr) => {
-                self.tensor.runs(self.wanted.transposed, range, |run| {
+                self.tensor.runs(self.wanted.transposed, &ranges, |run| {
                     elements.extend((0..run.count).map(|index| {
                         let start = index * run.step;
                         let mut word = [0; size_of::<$ty>()];

@@ -50,7 +50,7 @@ fn read(tensors: Result<BTreeMap<String, MappedTensor>, LoadError>) -> bool {
         let elements = super::mapped::elements(&tensor.shape).unwrap_or(0);
         assert!(tensor.bytes() <= (1 << 30), "a tensor larger than its file");
         let mut count = 0;
-        tensor.runs(true, 0..elements, |run| count += run.count);
+        tensor.runs(true, std::slice::from_ref(&(0..elements)), |run| count += run.count);
         if count > 0 {
             assert_eq!((count, tensor.row_major_bytes().len() as u64), (elements, tensor.bytes()));
         }

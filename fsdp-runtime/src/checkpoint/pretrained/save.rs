@@ -158,10 +158,10 @@ fn plan_files<'a, M: FsdpModule>(
     let sharded = model.keys.iter().filter_map(|(&index, key)| {
         let spec = &model.schedule.units()[index.unit].params[index.param];
         let owns = !matches!(spec.placement, Placement::TiedTo(_));
-        owns.then_some((ParamTarget::Sharded(index), key, &spec.path, &spec.shape))
+        owns.then(|| (ParamTarget::Sharded(index), key, &spec.path, spec.whole_shape()))
     });
     let ignored = model.ignored.iter().map(|IgnoredParam { id, key, spec: entry }| {
-        (ParamTarget::PerRank(*id), key, &entry.path, &entry.shape)
+        (ParamTarget::PerRank(*id), key, &entry.path, entry.shape.clone())
     });
     let frozen = match options.filter.is_of_trainable() {
         true => FrozenParams::of(model),
@@ -198,7 +198,7 @@ fn plan_files<'a, M: FsdpModule>(
         let header = TensorHeader { name: key.name.clone(), shape, dtype, bytes };
         tensors.push(TensorToWrite { source, header, transpose });
     }
-    if model.mesh().rank == Rank::ZERO {
+    if model.schedule.world_mesh().rank == Rank::ZERO {
         std::fs::create_dir_all(folder)
             .map_err(|error| save_error(&folder.display().to_string(), &error))?;
     }

@@ -76,7 +76,7 @@ impl<M: FsdpModule> State<'_, M> {
     /// and [`ShardError::InvalidOption`](crate::errors::ShardError::InvalidOption) for a recipient outside
     /// of this world.
     pub fn full(&self, recipient: Recipient) -> Result<FullState, Error> {
-        recipient.check(self.model.mesh().world)?;
+        recipient.check(self.model.schedule.world_mesh().world)?;
         self.gather_full(recipient, &Selection::all(self.model))
     }
 
@@ -100,7 +100,7 @@ impl<M: FsdpModule> State<'_, M> {
     }
 
     fn gather_full(&self, recipient: Recipient, selection: &Selection) -> Result<FullState, Error> {
-        let keep = recipient.is(self.model.mesh().rank);
+        let keep = recipient.is(self.model.schedule.world_mesh().rank);
         let (mut state, mut outcome) = (BTreeMap::new(), Ok(()));
         self.model.for_each_param(&mut |LocalParam { index, base, .. }| {
             if outcome.is_err() || !selection.contains(index) {

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use burn::module::{Param, ParamId, ParamMapper as ValueMapper};
-use burn::tensor::{DType, Shape, Tensor};
+use burn::tensor::{DType, Shape, Slice, Tensor};
 
 use crate::backend::{Float, ShardBackend, cast, encoded};
 use crate::error::IgnorePoison;
@@ -55,13 +55,26 @@ pub(super) fn filled_base<B: ShardBackend>(
     cast::<B>(filled::<B>(&spec.base_shape(), value, device), spec.storage.dtype())
 }
 
-/// Returns the tensor that this rank stores for a parameter, given the full parameter in f32. An empty
-/// shard has zeros.
+/// Returns the tensor that this rank stores for a parameter, given the full parameter of the module in f32. An
+/// empty shard has zeros.
 pub(super) fn part<B: ShardBackend>(
     full: Float<B>,
     spec: &ParamSpec,
     device: &B::Device,
 ) -> Float<B> {
+    let full = match &spec.split {
+        Some(split) => {
+            let indices = |(dim, &size): (usize, &usize)| match dim == split.dim {
+                true => Slice::from(split.indices(&spec.shape)),
+                false => Slice::from(0..size),
+            };
+            let slices: Vec<Slice> = spec.shape.iter().enumerate().map(indices).collect();
+            let part = B::float_slice(full, &slices);
+            // The part is copied: a view would keep the whole parameter alive.
+            B::copy_range(part, 0..spec.numel(), Shape::from(spec.shape.clone()))
+        }
+        None => full,
+    };
     match spec.range().is_empty() {
         true => filled_base::<B>(spec, 0.0, device),
         false => encoded::<B>(full, spec.range(), spec.storage, spec.base_shape().into(), device),

@@ -156,14 +156,14 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
         }
         let root = match is_small(spec) {
             true => 0,
-            false => self.transfers.owners.assign(index, spec.numel()),
+            false => self.transfers.owners.assign(index, spec.whole_numel()),
         };
         if self.setup.receives(&param, root) {
             let empty = device.empty(param);
             let base = self.base(index, empty.id, None, root);
             return (empty, base);
         }
-        self.receive_pending(Some(spec.numel()));
+        self.receive_pending(Some(spec.whole_numel()));
         let (id, tensor, mapper) = initialise(param, self.setup.options.seed, number);
         let requires_grad = tensor.is_require_grad();
         let full = self.full(index, tensor);
@@ -183,7 +183,7 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
         let spec = self.setup.spec(index);
         if !self.setup.options.sync_module_states {
             let device = &self.setup.device;
-            let full = full.unwrap_or_else(|| device.filled(&spec.shape, 0.0));
+            let full = full.unwrap_or_else(|| device.filled(&spec.whole_shape(), 0.0));
             self.log_initialized(index);
             self.checks.add_checksum::<Raw<B>>(index, &full);
             let device = &self.setup.device.backend;
@@ -207,7 +207,7 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
         value: Option<RawFloat<B>>,
     ) -> RawFloat<B> {
         let spec = self.setup.spec(index);
-        let sending = value.as_ref().map_or(0, |_| spec.numel());
+        let sending = value.as_ref().map_or(0, |_| spec.whole_numel());
         let own = spec.clone();
         let (device, storage) = (self.setup.device.backend.clone(), self.setup.device.storage);
         // Drops the full parameter before the next one is received.
@@ -215,7 +215,7 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
             let part = part::<Raw<B>>(full, &own, &device);
             vec![(id, StoredTensor::<Raw<B>>::store(part, storage))]
         };
-        let values = self.setup.broadcast(spec.path.as_str(), spec.numel(), value, keep);
+        let values = self.setup.broadcast(spec.path.as_str(), spec.whole_numel(), value, keep);
         self.transfers.broadcasts.push(Broadcast { index: Some(index), sending, values });
         self.placeholder(spec)
     }
@@ -230,8 +230,8 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
     ) -> RawFloat<B> {
         let spec = self.setup.spec(index);
         let device = &self.setup.device.backend;
-        let shape = Shape::from(spec.shape.clone());
-        let value = value.map(|full| Raw::<B>::copy_range(full, spec.range(), shape));
+        let shape = Shape::from(spec.whole_shape());
+        let value = value.map(|full| Raw::<B>::copy_range(full, 0..spec.whole_numel(), shape));
         let store = |value| part::<Raw<B>>(value, spec, device);
         let base = value.clone().map(store);
         if let Some(complete) = self.transfers.small[index.unit].add(id, spec, value) {
@@ -268,8 +268,9 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
     /// Returns the full parameter on the device. A wrong shape or dtype is recorded, and zeros take
     /// the parameter's place, so that this rank can take part in the collectives that follow.
     fn full<const D: usize>(&mut self, index: ParamIndex, tensor: Tensor<D>) -> RawFloat<B> {
-        let ParamSpec { path, shape, .. } = self.setup.spec(index);
-        let (path, declared, found) = (path.clone(), shape.clone(), tensor.shape().to_vec());
+        let spec = self.setup.spec(index);
+        let shape = &spec.whole_shape();
+        let (path, declared, found) = (spec.path.clone(), shape.clone(), tensor.shape().to_vec());
         let dtype = tensor.dtype();
         let device = &self.setup.device;
         let wrong = match StoredTensor::<B>::from_dispatch(tensor.into_dispatch(), device.storage) {

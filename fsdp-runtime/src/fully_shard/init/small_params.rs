@@ -20,7 +20,7 @@ const SMALL: usize = 1 << 16;
 
 /// Returns whether a parameter is replicated and small.
 pub(super) fn is_small(spec: &ParamSpec) -> bool {
-    matches!(spec.placement, Placement::Replicated) && (1..SMALL).contains(&spec.numel())
+    matches!(spec.placement, Placement::Replicated) && (1..SMALL).contains(&spec.whole_numel())
 }
 
 /// The small replicated parameters of one unit.
@@ -55,7 +55,7 @@ impl<B: ShardBackend> SmallParams<B> {
     }
 
     fn layout(&self) -> FlatLayout {
-        let numels = self.added.iter().map(|(_, spec)| spec.numel());
+        let numels = self.added.iter().map(|(_, spec)| spec.whole_numel());
         FlatLayout::new(numels, WorldSize::ONE)
     }
 
@@ -80,14 +80,14 @@ impl<B: ShardBackend> SmallParams<B> {
     ) -> impl Iterator<Item = (ParamId, Float<B>)> {
         let layout = self.layout();
         let place = |(at, (_, spec)): (usize, &(ParamId, ParamSpec))| {
-            (layout.segment(at).start, Shape::from(spec.shape.clone()))
+            (layout.segment(at).start, Shape::from(spec.whole_shape()))
         };
         let places = self.added.iter().enumerate().map(place).collect();
         let values = B::unpack(packed, places, DType::F32, None);
         let stored = |((id, spec), value): ((ParamId, ParamSpec), Float<B>)| {
             (
                 id,
-                if spec.storage == StorageType::F32 {
+                if spec.storage == StorageType::F32 && spec.split.is_none() {
                     value
                 } else {
                     part::<B>(value, &spec, device)

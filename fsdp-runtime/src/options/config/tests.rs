@@ -383,7 +383,15 @@ const fn unit(ty: &'static str, children: &'static [Child]) -> Node {
 }
 
 const fn field(node: &'static Node) -> Child {
-    Child { name: "field", key: None, transposed: false, unit: false, group: None, node }
+    Child {
+        name: "field",
+        key: None,
+        transposed: false,
+        unit: false,
+        group: None,
+        split: None,
+        node,
+    }
 }
 
 const LAYER: Node = unit("BertLayer", &[]);

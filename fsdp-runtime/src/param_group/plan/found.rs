@@ -5,6 +5,7 @@ use burn::tensor::{DType, Device};
 
 use super::super::tables::FoundTable;
 use super::super::unit::ParamSpec;
+use crate::layout::TensorSplit;
 use crate::module::UnitType;
 
 /// Dtypes that a sharded parameter may be initialised in. Shards are f32 in every case.
@@ -43,6 +44,12 @@ pub(super) struct FoundParam {
     pub(super) id: ParamId,
     /// Full shape of the parameter.
     pub(super) shape: Vec<usize>,
+    /// Dimension along which tensor parallel ranks split the parameter, if they do.
+    pub(super) split_dim: Option<usize>,
+    /// Whether the layer of the parameter returns the outputs of all of them.
+    pub(super) gathers_output: bool,
+    /// This rank's part, once the mesh is known.
+    pub(super) split: Option<TensorSplit>,
     /// Dtype that the parameter is initialised in.
     pub(super) dtype: DType,
     /// Whether the parameter requires no gradient. On a device without autodiff, `false` unless the

@@ -17,7 +17,7 @@ use super::wrapped_units::{wraps, wraps_field, wraps_group};
 use crate::backend::check_device;
 use crate::error::ShardError;
 use crate::layout::StorageType;
-use crate::module::{Child, FsdpModule, Node, ParamVisitor, Sharded, Tie, UnitType};
+use crate::module::{Child, FsdpModule, Node, ParamVisitor, Sharded, Split, Tie, UnitType};
 use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 
 /// A visitor that records every unit and parameter of a module.
@@ -33,6 +33,8 @@ pub(super) struct Inventory<'a> {
     key: Vec<String>,
     /// Whether the checkpoint stores each of these fields transposed.
     transposed: Vec<bool>,
+    /// How each of these fields, or the one around it, is split over tensor parallel ranks.
+    splits: Vec<Option<Split>>,
     /// Names of the types at the position, outermost first, the model's included.
     type_names: Vec<&'static str>,
     /// Numbers of the units at the current position, outermost first. A module that the wrap policy
@@ -60,6 +62,7 @@ impl<'a> Inventory<'a> {
             position: Position::default(),
             key: Vec::new(),
             transposed: Vec::new(),
+            splits: Vec::new(),
             type_names: vec![M::LAYOUT.ty],
             stack: Vec::new(),
             group_sizes: match options.wrap {
@@ -213,6 +216,7 @@ impl<'a> Inventory<'a> {
     fn add_ignored(&mut self, id: ParamId, path: String, key: Key, shape: Vec<usize>) {
         let entry = ParamSpec {
             path,
+            split: None,
             shape,
             dtype: DType::F32,
             reduce_dtype: DType::F32,
@@ -250,7 +254,23 @@ impl<'a> Inventory<'a> {
         let frozen = !is_trained(param, self.options.knows_frozen());
         let id = param.id;
         let module = self.module_number();
-        let param = FoundParam { path, key, id, shape, dtype, frozen, unit, module, tied_to: None };
+        let split = self.splits.last().copied().flatten();
+        let split_dim = split.and_then(|split| split_dim_of(split, &path));
+        let gathers_output = matches!(split, Some(Split::Column { gather: true }));
+        let param = FoundParam {
+            path,
+            key,
+            id,
+            shape,
+            split_dim,
+            gathers_output,
+            split: None,
+            dtype,
+            frozen,
+            unit,
+            module,
+            tied_to: None,
+        };
         self.found.params.push(param);
     }
 
@@ -274,6 +294,8 @@ impl ParamVisitor for Inventory<'_> {
         let key = index.map_or_else(|| child.key_or_name().to_string(), |index| index.to_string());
         self.key.push(key);
         self.transposed.push(child.transposed);
+        let around = self.splits.last().copied().flatten();
+        self.splits.push(child.split.or(around));
         self.type_names.push(child.node.type_name());
         self.add_ties(child.node.without_option());
     }
@@ -282,6 +304,7 @@ impl ParamVisitor for Inventory<'_> {
         self.position.exit();
         self.key.pop();
         self.transposed.pop();
+        self.splits.pop();
         self.type_names.pop();
     }
 
@@ -354,6 +377,19 @@ impl ParamVisitor for Inventory<'_> {
             let (unit, path) = (self.found.units[unit].name(), self.position.join(&[]));
             self.fail(ShardError::ModuleNotRecomputable { unit, path, ty, instead });
         }
+    }
+}
+
+/// Returns the dimension along which a parameter of a split layer is split; `None` for one that is whole on
+/// each rank: the bias of a sum, and the factor of an adapter on the side that is not split.
+fn split_dim_of(split: Split, path: &str) -> Option<usize> {
+    let is = |name: &str| path.strip_suffix(name).is_some_and(|start| start.ends_with('.'));
+    match split {
+        Split::Column { .. } if is("lora.a") => None,
+        Split::Column { .. } if is("bias") => Some(0),
+        Split::Column { .. } => Some(1),
+        Split::Row if is("bias") || is("lora.b") => None,
+        Split::Row | Split::Vocab => Some(0),
     }
 }
 

@@ -16,7 +16,7 @@ use super::unit_builder::UnitBuilder;
 use super::unknown_types::unknown_type;
 use crate::backend::DeviceKind;
 use crate::error::ShardError;
-use crate::layout::Mesh;
+use crate::layout::{Mesh, TensorSplit};
 use crate::module::{FsdpModule, ParamIndex};
 use crate::options::{ActivationCheckpointing, FsdpOptions, computed, leads_to};
 
@@ -59,6 +59,7 @@ impl ModelPlan {
         }
         resolve_ties(&mut found.params, &found.ties, &found.ignored)?;
         check_clones(&found.params)?;
+        split_params(&mut found.params, mesh)?;
         let device = one_device(&found.devices)?;
         let Found { units, params, visited, ignored, f32_modules, tables, .. } = found;
         let types: Vec<_> = units.iter().map(|unit| unit.unit_type).collect();
@@ -112,6 +113,7 @@ impl ModelPlan {
     pub(crate) fn fingerprint(&self, options: &FsdpOptions, mesh: Mesh) -> Vec<String> {
         let mut lines = options.fingerprint_lines();
         lines.push(format!("shard groups of {} ranks", mesh.shard_size()));
+        lines.push(format!("{} tensor parallel ranks", mesh.tensor_size()));
         for unit in &self.units {
             lines.push(format!("unit {} (level {})", unit.name, unit.level));
             for entry in &unit.params {
@@ -127,6 +129,27 @@ impl ModelPlan {
         }
         lines
     }
+}
+
+/// Gives each parameter of a split layer the part of this rank.
+fn split_params(params: &mut [FoundParam], mesh: Mesh) -> Result<(), ShardError> {
+    let parts = mesh.tensor_size().size();
+    if parts == 1 {
+        return Ok(());
+    }
+    for param in params {
+        let Some(dim) = param.split_dim else { continue };
+        let size = param.shape[dim];
+        if !size.is_multiple_of(parts) {
+            let (path, ranks) = (param.path.clone(), mesh.tensor_size());
+            return Err(ShardError::UnevenSplit { path, dim, size, ranks });
+        }
+        let (part, gathers) = (mesh.tensor_rank().index(), param.gathers_output);
+        let split = TensorSplit { dim, part, parts, gathers };
+        param.shape = split.local_shape(&param.shape);
+        param.split = Some(split);
+    }
+    Ok(())
 }
 
 /// Checks that every id under `ignored_params` is that of a parameter of the model.

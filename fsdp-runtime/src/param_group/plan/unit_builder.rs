@@ -173,6 +173,7 @@ impl<'a> UnitBuilder<'a> {
             let is_sharded = matches!(placement, Placement::Shard(_));
             ParamSpec {
                 path,
+                split: param.split,
                 shape,
                 dtype,
                 reduce_dtype,

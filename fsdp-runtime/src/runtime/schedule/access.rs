@@ -10,7 +10,7 @@ use super::recompute_first_run::is_tracked;
 use crate::backend::{ModelBackend, StoredTensor};
 use crate::collectives::comm::Communicator;
 use crate::error::Error;
-use crate::layout::Mesh;
+use crate::layout::{Mesh, WorldSize};
 use crate::module::{ParamIndex, RandomStream};
 use crate::options::ShardingStrategy;
 use crate::param_group::{ParamSpec, Placement, Unit};
@@ -19,6 +19,10 @@ use crate::param_group::{ParamSpec, Placement, Unit};
 pub(crate) trait ScheduleState {
     /// Returns the position of this rank in the mesh.
     fn mesh(&self) -> Mesh;
+    /// Returns the position of this rank among all ranks, tensor parallel ones included.
+    fn world_mesh(&self) -> Mesh;
+    /// Returns the handle to the communication thread, for all ranks.
+    fn world_comm(&self) -> Arc<Communicator>;
     /// Returns the model's units, in layout order.
     fn units(&self) -> &[Unit];
     /// Returns the specification of a parameter.
@@ -27,8 +31,6 @@ pub(crate) trait ScheduleState {
     }
     /// Returns the sharding strategy.
     fn strategy(&self) -> ShardingStrategy;
-    /// Returns the communication thread of this rank.
-    fn comm(&self) -> &Arc<Communicator>;
     /// Returns the model's random stream on this rank.
     fn random(&self) -> &Arc<RandomStream>;
     /// Starts a backward pass. `accumulate` says that another one of the same step follows.
@@ -59,16 +61,23 @@ impl<B: ModelBackend> ScheduleState for Schedule<B> {
         self.settings.mesh
     }
 
+    fn world_mesh(&self) -> Mesh {
+        match self.settings.mesh.tensor_size() {
+            WorldSize::ONE => self.settings.mesh,
+            _ => self.settings.mesh.of_all_ranks(),
+        }
+    }
+
+    fn world_comm(&self) -> Arc<Communicator> {
+        self.comm.among(self.world.clone())
+    }
+
     fn units(&self) -> &[Unit] {
         &self.units
     }
 
     fn strategy(&self) -> ShardingStrategy {
         self.settings.strategy
-    }
-
-    fn comm(&self) -> &Arc<Communicator> {
-        &self.comm
     }
 
     fn random(&self) -> &Arc<RandomStream> {

@@ -8,10 +8,11 @@ use super::core::Schedule;
 use super::whole_step::{Step, Whole};
 use crate::backend::{ModelBackend, Norm, Raw, ShardBackend, StoredTensor, decoded};
 use crate::collectives::Op;
+use crate::collectives::group::AnyProcessGroup;
 use crate::error::Error;
 use crate::layout::Rank;
 use crate::module::ParamIndex;
-use crate::param_group::Placement;
+use crate::param_group::{ParamSpec, Placement};
 
 /// The collectives of a schedule outside of forward and backward. Every rank calls each of them.
 pub(crate) trait ScheduleCollectives {
@@ -80,8 +81,14 @@ impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
         let (mut parts, mut ranks) = (Vec::new(), Vec::new());
         let mut replicated = Vec::new();
         let gradients = self.lower_reduced(gradients);
+        // Tensor parallel ranks have different parts of split parameters, and the same whole ones. Each of
+        // the latter counts on the first of them.
+        let counts = |entry: &ParamSpec| mesh.tensor_rank() == Rank::ZERO || entry.split.is_some();
         for (index, gradient) in gradients {
             let (unit, entry) = self.param(index);
+            if !counts(entry) {
+                continue;
+            }
             if entry.segment.is_none() {
                 replicated.push((gradient, 0..entry.numel()));
                 continue;
@@ -107,7 +114,13 @@ impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
         }
         let sum = partial.into_iter().chain(StoredTensor::norm_sums(replicated, norm));
         // `-0.0` is the neutral element of float addition.
-        Ok(norm.root(sum.fold(-0.0, |sum, part| norm.add(sum, part))))
+        let mut sum = sum.fold(-0.0, |sum, part| norm.add(sum, part));
+        if let Some(group) = &self.settings.groups.tensor {
+            let op = Op::new("all_reduce", "the gradient norm of tensor parallel ranks");
+            let all = self.comm.issue_on(group, move |group| group.exchange(&op, sum)).wait()?;
+            sum = all.iter().fold(-0.0, |sum, part| norm.add(sum, **part));
+        }
+        Ok(norm.root(sum))
     }
 
     fn first_non_finite(
@@ -125,9 +138,14 @@ impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
         let named = indices.into_iter().zip(largest).filter(|(_, largest)| !largest.is_finite());
         let own = named.map(|(index, _)| index).min();
         let op = Op::new("all_gather", "parameters with non-finite gradients");
-        let all = self.comm.issue(move |group| group.exchange(&op, own)).wait()?;
-        let ranks = self.settings.mesh.world.ranks();
-        let named = ranks.zip(&all).filter_map(|(rank, own)| Some(((**own)?, rank)));
+        let all = self.comm.issue_on(&self.world, move |group| group.exchange(&op, own)).wait()?;
+        let named = self
+            .world
+            .members()
+            .iter()
+            .copied()
+            .zip(&all)
+            .filter_map(|(rank, own)| Some(((**own)?, rank)));
         Ok(named.min().map(|((unit, param), rank)| (ParamIndex { unit, param }, rank)))
     }
 
@@ -145,25 +163,32 @@ impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
             return Ok(None);
         };
         let base = self.on_device(base);
+        // Of a split parameter every rank gathers its own part, and gives it to the other tensor parallel ranks.
+        let keeps = keep || entry.split.is_some();
         let full = match &entry.placement {
-            Placement::Shard(_) if keep => self.gather_single(index, base)?,
+            Placement::Shard(_) if keeps => self.gather_single(index, base)?,
             Placement::Shard(_) => {
                 // A rank that does not keep the result only takes part in the gather.
                 self.gather_parts(index, base)?;
                 return Ok(None);
             }
-            Placement::Replicated | Placement::PerRank if keep => {
+            Placement::Replicated | Placement::PerRank if keeps => {
                 decoded::<Raw<B>>(base, entry.storage, &entry.shape, DType::F32)
             }
             Placement::Replicated | Placement::PerRank | Placement::TiedTo(_) => return Ok(None),
         };
-        Ok(Some(Raw::<B>::to_data(full)))
+        let full = match &entry.split {
+            Some(split) => self.join_split(full, split.dim)?,
+            None => full,
+        };
+        Ok(keep.then(|| Raw::<B>::to_data(full)))
     }
 
     fn exchange_finite(&self, finite: bool, scale: f32) -> Result<Vec<Arc<(bool, f32)>>, Error> {
         let op = Op::new("all_reduce", "the overflow check");
         tracing::trace!(target: "fsdp", finite, "fsdp::reduce_finite");
-        Ok(self.comm.issue(move |group| group.exchange(&op, (finite, scale))).wait()?)
+        let exchange = move |group: &AnyProcessGroup| group.exchange(&op, (finite, scale));
+        Ok(self.comm.issue_on(&self.world, exchange).wait()?)
     }
 
     fn exchange_gradients(

@@ -25,7 +25,10 @@ use crate::param_group::{ParamSpec, Unit};
 pub(crate) struct Schedule<B: ModelBackend> {
     pub(super) settings: Settings,
     pub(super) device: B::Device,
+    /// Handle to the communication thread, for the data parallel ranks.
     pub(super) comm: Arc<Communicator>,
+    /// All ranks: the data parallel ranks, each with its tensor parallel ranks.
+    pub(super) world: Arc<AnyProcessGroup>,
     /// Units in layout order.
     pub(super) units: Vec<Unit>,
     pub(super) random: Arc<RandomStream>,
@@ -48,7 +51,7 @@ impl<B: ModelBackend> Schedule<B> {
     pub(crate) fn new(
         settings: Settings,
         device: B::Device,
-        comm: Arc<Communicator>,
+        (comm, world): (Arc<Communicator>, Arc<AnyProcessGroup>),
         units: Vec<Unit>,
         random: Arc<RandomStream>,
     ) -> Arc<Self> {
@@ -70,6 +73,7 @@ impl<B: ModelBackend> Schedule<B> {
             settings,
             device,
             comm,
+            world,
             units,
             random,
             counters: Counters::default(),
@@ -122,7 +126,7 @@ impl<B: ModelBackend> Schedule<B> {
         after: impl FnOnce() -> <Raw<B> as ShardBackend>::Fence,
         collective: impl FnOnce(&AnyProcessGroup) -> Result<T, CollectiveError> + Send + 'static,
     ) -> DeviceWork<Raw<B>, T> {
-        let is_alone = self.settings.mesh.world.size() == 1 && group.shares_device::<Raw<B>>();
+        let is_alone = self.world.size() == 1 && group.shares_device::<Raw<B>>();
         // Copies from the host take the host's time, and so run on the communication thread.
         let stays_on_device = self.settings.storage == StorageDevice::Device;
         if is_alone && stays_on_device {

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, DispatchTensor};
 
+use super::super::autodiff::Exchange;
 use super::core::Schedule;
 use super::unit_state::LocalShard;
 use crate::backend::{ModelBackend, StoredTensor};
 use crate::error::Error;
+use crate::layout::TensorSplit;
 use crate::module::{CallId, ParamIndex, Runtime, SavedForward};
 
 impl<B: ModelBackend> Runtime for Schedule<B> {
@@ -116,6 +118,22 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
 
     fn reduce_dtype(&self, index: ParamIndex) -> DType {
         self.param(index).1.reduce_dtype
+    }
+
+    fn split(&self, index: ParamIndex) -> Option<TensorSplit> {
+        self.param(index).1.split
+    }
+
+    fn share_with_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
+        self.exchange_tensor(Exchange::Shared, tensor)
+    }
+
+    fn sum_over_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
+        self.exchange_tensor(Exchange::Summed, tensor)
+    }
+
+    fn gather_from_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
+        self.exchange_tensor(Exchange::Gathered, tensor)
     }
 
     fn materialize(

@@ -75,7 +75,7 @@ fn plan_file<M: FsdpModule>(
     let config = config_text(&plan, options);
     let dtype = options.files.dtype.safetensors();
     let to_write = |(name, PeftTensor { target, spec, transposed }): (String, PeftTensor<'_>)| {
-        let mut shape = spec.shape.clone();
+        let mut shape = spec.whole_shape();
         let transpose = match shape[..] {
             [rows, columns] if transposed => Some([rows, columns]),
             _ => None,
@@ -83,7 +83,7 @@ fn plan_file<M: FsdpModule>(
         if transpose.is_some() {
             shape.reverse();
         }
-        let bytes = (spec.numel() * dtype.bitsize() / 8) as u64;
+        let bytes = (spec.whole_numel() * dtype.bitsize() / 8) as u64;
         TensorToWrite {
             source: target,
             header: TensorHeader { name, shape, dtype, bytes },

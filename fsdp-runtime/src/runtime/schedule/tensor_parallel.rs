@@ -1,0 +1,92 @@
+//! Exchanges between tensor parallel ranks, in forward and backward.
+
+use std::sync::Arc;
+
+use burn::backend::TensorMetadata;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DispatchTensor, Slice};
+
+use super::super::autodiff::{Exchange, TensorRanks, exchange};
+use super::core::Schedule;
+use crate::backend::{Float, FloatTensor, ModelBackend, Raw, RawFloat, cast};
+use crate::collectives::group::AnyProcessGroup;
+use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
+use crate::error::Error;
+use crate::layout::{UnitLayout, WorldSize};
+
+impl<B: ModelBackend> Schedule<B> {
+    /// Exchanges a tensor between the tensor parallel ranks, and records it where it is tracked.
+    pub(super) fn exchange_tensor(
+        &self,
+        way: Exchange,
+        tensor: DispatchTensor,
+    ) -> Result<DispatchTensor, Error> {
+        let Some(value) = B::from_dispatch(tensor.clone()) else { return Ok(tensor) };
+        let value = match value {
+            FloatTensor::Plain(value) => FloatTensor::Plain(way.forward(self, value)?),
+            FloatTensor::Autodiff(value, context) => {
+                FloatTensor::Autodiff(exchange(self.this(), way, value)?, context)
+            }
+        };
+        Ok(B::into_dispatch(value))
+    }
+
+    fn tensor_group(&self) -> &Arc<AnyProcessGroup> {
+        let group = self.settings.groups.tensor.as_ref();
+        group.expect("a parameter is split between the ranks of a group")
+    }
+
+    /// Returns the parts of all tensor parallel ranks, joined along a dimension.
+    pub(super) fn join_split(&self, part: RawFloat<B>, dim: usize) -> Result<RawFloat<B>, Error> {
+        let op = Op::new("all_gather", "the parts of tensor parallel ranks")
+            .of(part.shape().num_elements());
+        let device = self.device.clone();
+        let parts = self.issue(self.tensor_group(), move |group| {
+            ProcessGroup::<Raw<B>>::all_gather_one(group, &op, &device, Some(part))
+        });
+        Ok(Raw::<B>::float_cat(parts.wait()?.into_iter().flatten().collect(), dim))
+    }
+
+    fn lowered(&self, tensor: Float<B>) -> RawFloat<B> {
+        let mut buffers = self.lower_values(vec![tensor]);
+        buffers.pop().expect("`lower_values` returns as many buffers")
+    }
+}
+
+impl<B: ModelBackend> TensorRanks<B> for Schedule<B> {
+    fn sum(&self, tensor: Float<B>) -> Result<Float<B>, Error> {
+        let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
+        let value = self.lowered(tensor);
+        let numel = shape.iter().product();
+        let op = Op::new("all_reduce", "a tensor parallel layer").of(numel);
+        let device = self.device.clone();
+        let sum = self.issue(self.tensor_group(), move |group| {
+            let layout = UnitLayout::stored_as(std::iter::empty(), WorldSize::ONE);
+            let keep = [Reduce { range: 0..numel, shape, segment: None, dtype }];
+            let gradients = vec![Some(value)];
+            let request = ReduceScatter { gradients, keep: &keep, layout: &layout, divisor: 1 };
+            ProcessGroup::<Raw<B>>::reduce_scatter(group, &op, &device, request)
+        });
+        let sum = sum.wait()?.pop().flatten().expect("each rank gives a tensor");
+        Ok(B::raise(cast::<Raw<B>>(sum, dtype)))
+    }
+
+    fn join(&self, tensor: Float<B>) -> Result<Float<B>, Error> {
+        let dim = tensor.shape().num_dims() - 1;
+        Ok(B::raise(self.join_split(self.lowered(tensor), dim)?))
+    }
+
+    fn part(&self, tensor: Float<B>) -> Float<B> {
+        let shape = tensor.shape().to_vec();
+        let mesh = self.settings.mesh;
+        let last = shape.len() - 1;
+        let size = shape[last] / mesh.tensor_size().size();
+        let start = size * mesh.tensor_rank().index();
+        let slices: Vec<Slice> = shape[..last]
+            .iter()
+            .map(|&size| Slice::from(0..size))
+            .chain([Slice::from(start..start + size)])
+            .collect();
+        B::float_slice(tensor, &slices)
+    }
+}
