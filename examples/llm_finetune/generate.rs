@@ -85,7 +85,9 @@ pub fn generate(job: &Job, model: &Fsdp<CausalLm>, worker: &Worker) -> Result<Ve
     let device = worker.device().clone().inner();
     let (positions, tokenizer) = (job.positions, &*job.tokenizer);
     let generator = Generator { model: &model, tokenizer, positions, sampling: *sampling, device };
-    let (world, rank) = (worker.world().size(), worker.rank().index());
+    // Tensor parallel ranks compute the same answers together.
+    let mesh = model.stats().mesh();
+    let (world, rank) = (mesh.world.size(), mesh.rank.index());
     let own = generate.iter().enumerate().skip(rank).step_by(world);
     let answers = own.map(|(index, prompt)| {
         // The answers do not depend on the number of ranks.
@@ -93,7 +95,8 @@ pub fn generate(job: &Job, model: &Fsdp<CausalLm>, worker: &Worker) -> Result<Ve
         let text = generator.answer(&[Message::new(Role::User, prompt)], &mut rng, |_| Ok(()))?;
         Ok(Answer { index, prompt: prompt.clone(), text })
     });
-    let answers = answers.collect::<Result<_>>()?;
+    let answers: Vec<Answer> = answers.collect::<Result<_>>()?;
+    let answers = if mesh.tensor_rank() == 0 { answers } else { Vec::new() };
     if *chat && worker.is_rank_zero() {
         let mut rng = StdRng::seed_from_u64(job.recipe.args.seed);
         generator.converse(&mut std::io::stdin().lock(), &mut std::io::stdout(), &mut rng)?;

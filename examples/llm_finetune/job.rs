@@ -66,6 +66,8 @@ pub struct Job {
     pub export: Option<Export>,
     /// Messages to answer after the training.
     pub generate: GenerateArgs,
+    /// Number of tensor parallel ranks.
+    pub tensor_parallel: usize,
     /// Whether to print no progress.
     pub quiet: bool,
     /// File that rank 0 appends lines of progress to.
@@ -113,6 +115,22 @@ impl Model {
     }
 }
 
+/// Checks that each tensor parallel rank has whole heads.
+fn check_heads(ranks: usize, config: &ModelConfig) -> Result<()> {
+    let heads = [config.num_attention_heads, config.num_key_value_heads];
+    let divides = |ranks: usize| heads.iter().all(|heads| heads.is_multiple_of(ranks));
+    let possible: Vec<String> =
+        (1..=heads[1]).filter(|ranks| divides(*ranks)).map(|ranks| ranks.to_string()).collect();
+    ensure!(
+        divides(ranks),
+        "--tp {ranks}: the model has {} heads of queries and {} of keys and values, which {} can share",
+        heads[0],
+        heads[1],
+        possible.join(", ")
+    );
+    Ok(())
+}
+
 impl Job {
     /// Reads the model's configuration, the tokenizer and the conversations.
     ///
@@ -124,6 +142,7 @@ impl Job {
         let known = config.max_position_embeddings;
         let max_length = cli.max_length(known);
         ensure!(max_length <= known, "--max-length {max_length}, where the model takes {known}");
+        check_heads(cli.tensor_parallel, &config)?;
         let lora = cli.lora.resolve(&[])?;
         let export = cli.save.as_ref().map(|folder| {
             let base = lora.as_ref().filter(|_| !cli.merge_adapters).and(cli.model.clone());
@@ -149,6 +168,7 @@ impl Job {
             bigram_perplexity: data.bigram_perplexity,
             checkpoints: cli.checkpoint_plan(),
             generate: cli.generate.clone(),
+            tensor_parallel: cli.tensor_parallel,
             quiet: cli.output.quiet,
             log_file: cli.log.open()?,
             board: cli.board.open()?,

@@ -3,16 +3,17 @@
 //! `#[fsdp_unit]` marks a unit: a module whose parameters are gathered with one all-gather. Here each
 //! layer is a unit, and embedding, last norm and head belong to the outermost unit (`root`). `key` gives
 //! the name of a parameter in a Hugging Face checkpoint. `tie(.., if_shared)` says that embedding and head
-//! may be one parameter: [`ModelConfig::init`] decides, by `tie_word_embeddings` of `config.json`. The rest
+//! may be one parameter: [`ModelConfig::init`] decides, by `tie_word_embeddings` of `config.json`. `column`, `row`
+//! and `vocab` say how tensor parallel ranks split matrices, and `shared` that they use a norm with parts. The rest
 //! does not depend on FSDP: without the annotations the same code trains the model unsharded.
 
-use burn::module::{Initializer, Module, Param};
+use burn::module::{Initializer, Module};
 use burn::nn::loss::Reduction;
-use burn::nn::{Embedding, EmbeddingConfig};
 use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::nn::{
-    AttentionOptions, Linear, LinearConfig, LinearCrossEntropyOptions, RmsNorm, RmsNormConfig,
-    RotaryEncoding, RotaryEncodingConfig, RotaryPairs, attention, linear_cross_entropy, swiglu,
+    AttentionOptions, Embedding, EmbeddingConfig, Linear, LinearConfig, LinearCrossEntropyOptions,
+    LmHead, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig, RotaryPairs, attention,
+    swiglu,
 };
 use fsdp_runtime::prelude::*;
 
@@ -23,22 +24,15 @@ use crate::data::IGNORED;
 #[derive(Module, Debug)]
 #[fsdp_unit(root, tie("tokens" = "head", if_shared))]
 pub struct CausalLm {
-    #[fsdp(key = "model.embed_tokens")]
+    #[fsdp(key = "model.embed_tokens", vocab)]
     tokens: Embedding,
     #[fsdp(key = "model.layers")]
     layers: Vec<DecoderLayer>,
     #[fsdp(key = "model.norm")]
     norm: RmsNorm,
-    #[fsdp(key = "lm_head")]
-    head: Head,
+    #[fsdp(key = "lm_head", vocab)]
+    head: LmHead,
     rotary: RotaryEncoding,
-}
-
-/// Output weight: the embedding's, or one of its own.
-#[derive(Module, FsdpModule, Debug)]
-pub struct Head {
-    /// Weight, `[vocabulary, width]`.
-    weight: Param<Tensor<2>>,
 }
 
 /// Causal self-attention and a gated feed-forward block, each with a norm before it and a residual
@@ -59,19 +53,19 @@ pub struct DecoderLayer {
 /// Self-attention with grouped queries: several heads of queries share a head of keys and values.
 #[derive(Module, FsdpModule, Debug)]
 pub struct Attention {
-    #[fsdp(key = "q_proj")]
+    #[fsdp(key = "q_proj", column)]
     query: Linear,
-    #[fsdp(key = "k_proj")]
+    #[fsdp(key = "k_proj", column)]
     key: Linear,
-    #[fsdp(key = "v_proj")]
+    #[fsdp(key = "v_proj", column)]
     value: Linear,
-    #[fsdp(key = "o_proj")]
+    #[fsdp(key = "o_proj", row)]
     output: Linear,
     /// Norm of each head of the query; `None` but in Qwen 3.
-    #[fsdp(key = "q_norm")]
+    #[fsdp(key = "q_norm", shared)]
     query_norm: Option<RmsNorm>,
     /// Norm of each head of the key; `None` but in Qwen 3.
-    #[fsdp(key = "k_norm")]
+    #[fsdp(key = "k_norm", shared)]
     key_norm: Option<RmsNorm>,
     head_width: usize,
     /// Number of keys that a query sees at most.
@@ -81,11 +75,11 @@ pub struct Attention {
 /// SwiGLU and a linear layer.
 #[derive(Module, FsdpModule, Debug)]
 pub struct FeedForward {
-    #[fsdp(key = "gate_proj")]
+    #[fsdp(key = "gate_proj", column)]
     gate: Linear,
-    #[fsdp(key = "up_proj")]
+    #[fsdp(key = "up_proj", column)]
     up: Linear,
-    #[fsdp(key = "down_proj")]
+    #[fsdp(key = "down_proj", row)]
     down: Linear,
 }
 
@@ -134,7 +128,7 @@ impl CausalLm {
         let options = LinearCrossEntropyOptions::new()
             .with_reduction(Reduction::Sum)
             .with_ignore_index(i64::from(IGNORED));
-        linear_cross_entropy(hidden, self.head.weight.val(), labels.ids, options)
+        self.head.cross_entropy(hidden, labels.ids, options)
     }
 }
 
@@ -151,7 +145,7 @@ impl CausalLm {
     }
 
     fn logits(&self, hidden: Tensor<2>) -> Tensor<2> {
-        hidden.matmul(self.head.weight.val().transpose())
+        self.head.forward(hidden)
     }
 
     /// Computes the logits of the token after `ids`, which follow those in the cache, and adds them to the
@@ -301,7 +295,7 @@ impl ModelConfig {
             tokens,
             layers: (0..self.num_hidden_layers).map(|at| self.layer(at, device)).collect(),
             norm: self.norm(self.hidden_size, device),
-            head: Head { weight: head },
+            head: LmHead { weight: head },
             rotary: rotary.init(device),
         }
     }

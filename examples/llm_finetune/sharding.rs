@@ -19,6 +19,7 @@ const ADAM_MOMENTS: usize = 2;
 /// Returns the options that the arguments and the configuration file ask for.
 pub fn options(cli: &Cli, settings: &LaunchSettings, lora: Option<&Lora>) -> FsdpOptions {
     let options = settings.options.clone().with_strategy(settings.strategy);
+    let options = options.with_tensor_parallel(cli.tensor_parallel);
     let mut options = options.with_seed(cli.training.seed);
     if cli.bf16 {
         // The loss is computed in f32.

@@ -84,7 +84,8 @@ impl<'a> Trainer<'a> {
     /// Shards the model, builds the optimizer, and loads the checkpoint to resume from, if any.
     fn new(job: &'a Job, worker: &'a Worker) -> Result<Self> {
         let recipe = &job.recipe;
-        let global_rows = recipe.args.batch_size * worker.world().size() * recipe.args.accumulate;
+        let data_ranks = worker.world().size() / job.tensor_parallel;
+        let global_rows = recipe.args.batch_size * data_ranks * recipe.args.accumulate;
         let steps_per_epoch = steps_per_epoch(job.train.rows.len(), global_rows);
         let total_steps = recipe.total_steps(steps_per_epoch);
         let progress = match worker.rank().index() {
@@ -146,6 +147,12 @@ impl<'a> Trainer<'a> {
         trainer.finish().map(Some)
     }
 
+    /// Returns this rank's number among those that take different rows, and their number.
+    fn data_rank(&self) -> (usize, usize) {
+        let mesh = self.state.model.stats().mesh();
+        (mesh.rank.index(), mesh.world.size())
+    }
+
     /// Returns the rows of this rank in a micro-batch of the current step.
     fn rows(&mut self, micro_batch: usize) -> Vec<usize> {
         let Position { epoch, examples, .. } = self.position;
@@ -159,7 +166,7 @@ impl<'a> Trainer<'a> {
             self.order = Some((epoch, order));
         }
         let order = self.order.as_ref().map_or(&[][..], |(_, order)| order);
-        let (rank, world) = (self.worker.rank().index(), self.worker.world().size());
+        let (rank, world) = self.data_rank();
         let rows = self.job.recipe.args.batch_size * world;
         share(&order[examples.min(order.len())..], micro_batch, rows, rank, world)
     }
@@ -210,7 +217,8 @@ impl<'a> Trainer<'a> {
             sums[0] += read_loss(value)?;
         }
         self.worker.all_reduce_sum(&mut sums)?;
-        let [sum, counted, tokens] = sums;
+        // Tensor parallel ranks have the same rows.
+        let [sum, counted, tokens] = sums.map(|sum| sum / self.job.tensor_parallel as f64);
         self.position.step += 1;
         self.record(sum / counted, tokens, rate.base(), begin.elapsed())?;
         Ok(self)
@@ -291,7 +299,7 @@ impl<'a> Trainer<'a> {
         let begin = Instant::now();
         let device = self.worker.device().clone().inner();
         let model = self.state.model.valid();
-        let (rank, world) = (self.worker.rank().index(), self.worker.world().size());
+        let (rank, world) = self.data_rank();
         let rows: Vec<usize> = (0..split.rows.len()).collect();
         let mut sums = [0.0; 2];
         // Each rank runs the same number of forwards.

@@ -1,16 +1,20 @@
 //! Matrices that are split over tensor parallel ranks have the results of whole ones.
 
+use std::path::Path;
+
 use burn::module::Module;
-use burn::nn::{Embedding, EmbeddingConfig};
+use burn::nn::loss::Reduction;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::Error;
+use fsdp_runtime::errors::{ScheduleError, ShardError};
 use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::nn::{
-    AttentionOptions, Linear, LinearActivation, LinearConfig, RmsNorm, RmsNormConfig, attention,
-    swiglu,
+    AttentionOptions, Embedding, EmbeddingConfig, Linear, LinearActivation, LinearConfig,
+    LinearCrossEntropyOptions, LmHead, LmHeadConfig, RmsNorm, RmsNormConfig, attention, swiglu,
 };
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
 
 use crate::support::on_ranks;
 
@@ -22,6 +26,8 @@ const HEAD_WIDTH: usize = 8;
 const WIDE: usize = 48;
 const ROWS: usize = 8;
 const LENGTH: usize = 6;
+/// Word without a loss.
+const IGNORED: i64 = 7;
 
 /// Attention with grouped queries. Each rank has a part of the heads.
 #[derive(Module, FsdpModule, Debug)]
@@ -34,6 +40,9 @@ struct Attention {
     value: Linear,
     #[fsdp(row)]
     output: Linear,
+    /// Norm of each head, as in Qwen 3.
+    #[fsdp(shared)]
+    head_norm: RmsNorm,
 }
 
 impl Attention {
@@ -44,6 +53,7 @@ impl Attention {
             key: linear(HIDDEN, KEY_HEADS * HEAD_WIDTH),
             value: linear(HIDDEN, KEY_HEADS * HEAD_WIDTH),
             output: linear(HEADS * HEAD_WIDTH, HIDDEN),
+            head_norm: RmsNormConfig::new(HEAD_WIDTH).init(device),
         }
     }
 
@@ -55,7 +65,9 @@ impl Attention {
         };
         let [query, key, value] = Linear::forward_each([&self.query, &self.key, &self.value], x);
         let options = AttentionOptions::new().with_causal(true);
-        let mixed = attention(heads(query), heads(key), heads(value), options).swap_dims(1, 2);
+        let [query, key, value] = [query, key, value].map(heads);
+        let [query, key] = [query, key].map(|heads| self.head_norm.forward(heads));
+        let mixed = attention(query, key, value, options).swap_dims(1, 2);
         let width = mixed.dims()[2] * HEAD_WIDTH;
         self.output.forward(mixed.reshape([rows, length, width]))
     }
@@ -111,29 +123,48 @@ impl Block {
 }
 
 #[derive(Module, Debug)]
-#[fsdp_unit(root)]
+#[fsdp_unit(root, tie("words" = "head", if_shared))]
 struct Net {
+    #[fsdp(vocab)]
     words: Embedding,
     blocks: Vec<Block>,
     norm: RmsNorm,
-    head: Linear,
+    #[fsdp(vocab)]
+    head: LmHead,
 }
 
 #[fsdp_unit]
 impl Net {
-    fn new(device: &Device) -> Self {
+    fn new(tied: bool, device: &Device) -> Self {
+        let words = EmbeddingConfig::new(WORDS, HIDDEN).init(device);
+        let head = match tied {
+            true => LmHead { weight: words.weight.clone() },
+            false => LmHeadConfig::new(HIDDEN, WORDS).init(device),
+        };
         Self {
-            words: EmbeddingConfig::new(WORDS, HIDDEN).init(device),
+            words,
             blocks: (0..2).map(|_| Block::new(device)).collect(),
             norm: RmsNormConfig::new(HIDDEN).init(device),
-            head: LinearConfig::new(HIDDEN, WORDS).init(device),
+            head,
         }
     }
 
-    fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+    fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<2> {
         let x = self.words.forward(ids);
         let x = self.blocks.iter().fold(x, |x, block| block.forward(x));
-        self.head.forward(self.norm.forward(x)).flatten(0, 1)
+        self.norm.forward(x).flatten(0, 1)
+    }
+
+    fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+        self.head.forward(self.hidden(ids))
+    }
+
+    fn forward_loss(&self, ids: Tensor<2, Int>, targets: Tensor<1, Int>) -> Tensor<1> {
+        let options = LinearCrossEntropyOptions::new()
+            .with_ignore_index(IGNORED)
+            .with_label_smoothing(0.1)
+            .with_reduction(Reduction::Sum);
+        self.head.cross_entropy(self.hidden(ids), targets, options)
     }
 }
 
@@ -144,13 +175,14 @@ struct Setup {
     tensor: usize,
     options: FsdpOptions,
     lora: Option<LoraConfig>,
+    tied: bool,
     steps: usize,
 }
 
 impl Setup {
     fn new(data: usize, tensor: usize) -> Self {
         let options = FsdpOptions::new().with_seed(3);
-        Self { data, tensor, options, lora: None, steps: 20 }
+        Self { data, tensor, options, lora: None, tied: false, steps: 20 }
     }
 }
 
@@ -170,27 +202,27 @@ fn ids(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tensor<2, 
 }
 
 fn train(setup: &Setup) -> Trained {
-    let Setup { data, tensor, options, lora, steps } = setup.clone();
+    let Setup { data, tensor, options, lora, tied, steps } = setup.clone();
     let ranks = on_ranks(data * tensor, move |worker| {
         let device = worker.device().clone();
-        let net = Net::new(&device);
+        let net = Net::new(tied, &device);
         let net = match &lora {
             Some(lora) => lora.apply(net)?,
             None => net,
         };
-        let mut net = fully_shard(net, &worker, options.clone().with_tensor_parallel(tensor))?;
+        let mut net = fully_shard(net, worker, options.clone().with_tensor_parallel(tensor))?;
         let mut optimizer = AdamWConfig::new().init();
         let each = ROWS / data;
         let own = net.stats().mesh().rank.index() * each;
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
         for step in 0..steps {
             let ids = ids(step % 2, own..own + each, &device);
-            let logits = net.forward(ids.clone().narrow(1, 0, LENGTH));
-            let targets = ids.narrow(1, 1, LENGTH).flatten::<1>(0, 1).unsqueeze_dim(1);
-            let loss =
-                burn::tensor::activation::log_softmax(logits, 1).gather(1, targets).neg().mean();
-            losses.push(f64::from(loss.clone().into_scalar::<f32>()));
-            let mut gradients = net.backward(loss)?;
+            let targets = ids.clone().narrow(1, 1, LENGTH).flatten(0, 1);
+            let counted = targets.clone().not_equal_elem(IGNORED).int().sum();
+            let counted = f64::from(counted.into_scalar::<i32>());
+            let loss = net.forward_loss(ids.narrow(1, 0, LENGTH), targets);
+            losses.push([f64::from(loss.clone().into_scalar::<f32>()), counted]);
+            let mut gradients = net.backward_sum(loss, counted)?;
             norms.push(net.clip_grad_norm(&mut gradients, 0.5)?);
             net = optimizer.step(3e-3, net, gradients);
         }
@@ -205,7 +237,9 @@ fn train(setup: &Setup) -> Trained {
     }
     let mean = |step: usize| {
         let of_data = ranks.iter().filter(|(tensor, ..)| *tensor == 0);
-        of_data.map(|(_, losses, ..)| losses[step]).sum::<f64>() / data as f64
+        let sums = of_data.map(|(_, losses, ..)| losses[step]);
+        let [sum, counted] = sums.fold([0.0; 2], |[a, b], [x, y]| [a + x, b + y]);
+        sum / counted
     };
     Trained {
         losses: (0..steps).map(mean).collect(),
@@ -274,4 +308,119 @@ fn two_runs_have_the_same_bits() {
     let [first, second] = [0; 2].map(|_| train(&Setup { steps: 4, ..Setup::new(2, 2) }));
     assert_eq!(first.losses, second.losses);
     assert!(first.full == second.full);
+}
+
+#[test]
+fn a_tied_table_is_split_once() {
+    let alone = train(&Setup { tied: true, ..Setup::new(1, 1) });
+    for (data, tensor) in [(1, 2), (2, 4)] {
+        compare(&alone, &Setup { tied: true, ..Setup::new(data, tensor) });
+    }
+}
+
+/// Returns the logits of a model that is loaded from a folder.
+fn logits(folder: &Path, data: usize, tensor: usize) -> Vec<f32> {
+    let folder = folder.to_path_buf();
+    let mut ranks = on_ranks(data * tensor, move |worker| {
+        let options = FsdpOptions::new().with_tensor_parallel(tensor);
+        let net = Net::new(false, worker.device());
+        let (net, _) = from_pretrained(net, worker, options, &folder, &LoadOptions::new())?;
+        let ids = ids(0, 0..2, worker.device());
+        Ok(net.forward(ids).into_data().iter::<f32>().collect::<Vec<_>>())
+    });
+    ranks.pop().unwrap()
+}
+
+/// The files have whole matrices, whatever the mesh.
+#[test]
+fn what_one_mesh_saves_another_one_loads() {
+    let home = tempfile::tempdir().unwrap();
+    let mut expected: Option<Vec<f32>> = None;
+    for (data, tensor) in [(1, 1), (2, 2), (1, 4)] {
+        let folder = home.path().join(format!("{data}-{tensor}"));
+        let to = folder.clone();
+        on_ranks(data * tensor, move |worker| {
+            let options = FsdpOptions::new().with_seed(5).with_tensor_parallel(tensor);
+            let net = fully_shard(Net::new(false, worker.device()), worker, options)?;
+            net.state().save_pretrained(&to, &SavePretrained::new())
+        });
+        let found = logits(&folder, 1, 1);
+        let expected = expected.get_or_insert(found.clone());
+        assert!(found == *expected, "the saved weights of {data} x {tensor}");
+        for (data, tensor) in [(2, 1), (1, 2), (2, 4)] {
+            let loaded = logits(&folder, data, tensor);
+            let close = loaded.iter().zip(&*expected).all(|(a, b)| (a - b).abs() < 1e-5);
+            assert!(close, "loaded at {data} x {tensor}");
+        }
+    }
+}
+
+#[test]
+fn sizes_that_cannot_be_split_are_named() {
+    let ranks = on_ranks(3, |worker| {
+        let options = FsdpOptions::new().with_tensor_parallel(3);
+        Ok(fully_shard(Net::new(false, worker.device()), worker, options).unwrap_err())
+    });
+    let expected = "`words.weight` has size 40 in dimension 0, along which 3 tensor parallel ranks cannot \
+        split it in equal parts; set `tensor_parallel` to one of 1, 2, 4, 5, 8, 10, 20, 40";
+    assert!(ranks[0].to_string().contains(expected), "{}", ranks[0]);
+    let ranks = on_ranks(3, |worker| {
+        let options = FsdpOptions::new().with_tensor_parallel(2);
+        Ok(fully_shard(Net::new(false, worker.device()), worker, options).unwrap_err())
+    });
+    let expected = "3 ranks cannot be split into groups of 2 tensor parallel ranks";
+    assert!(ranks[0].to_string().contains(expected), "{}", ranks[0]);
+}
+
+/// A norm between split layers without `shared`.
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Unshared {
+    #[fsdp(column)]
+    up: Linear,
+    norm: RmsNorm,
+    #[fsdp(row)]
+    down: Linear,
+}
+
+#[fsdp_unit]
+impl Unshared {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let [rows, length, _] = x.dims();
+        let up = self.up.forward(x).reshape([rows as i32, length as i32, -1, 4]);
+        self.down.forward(self.norm.forward(up).reshape([rows as i32, length as i32, -1]))
+    }
+}
+
+#[test]
+fn a_whole_parameter_between_parts_is_named() {
+    let ranks = on_ranks(2, |worker| {
+        let device = worker.device();
+        let net = Unshared {
+            up: LinearConfig::new(8, 8).init(device),
+            norm: RmsNormConfig::new(4).init(device),
+            down: LinearConfig::new(8, 8).init(device),
+        };
+        let options = FsdpOptions::new().with_seed(1).with_tensor_parallel(2);
+        let net = fully_shard(net, worker, options)?;
+        let loss = net.forward(Tensor::ones([2, 3, 8], device)).powf_scalar(2.0).mean();
+        Ok(net.backward(loss).unwrap_err())
+    });
+    let expected = Error::from(ScheduleError::SplitGradient { path: "norm.gamma".into() });
+    assert_eq!(ranks, [expected.clone(), expected]);
+}
+
+#[test]
+fn calls_that_take_whole_matrices_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let ranks = on_ranks(2, move |worker| {
+        let options = FsdpOptions::new().with_tensor_parallel(2);
+        let net = fully_shard(Net::new(false, worker.device()), worker, options)?;
+        let saved = net.state().save(&path).unwrap_err();
+        Ok([saved, net.into_plain().unwrap_err()])
+    });
+    for error in ranks.iter().flatten() {
+        assert!(matches!(error, Error::Shard(ShardError::SplitMatrices { .. })), "{error}");
+    }
 }

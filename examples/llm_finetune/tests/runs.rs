@@ -53,6 +53,23 @@ fn losses_are_those_of_one_rank() {
     }
 }
 
+/// Tensor parallel ranks have parts of the heads, of the feed-forward block and of the vocabulary.
+#[test]
+fn losses_of_split_matrices_are_those_of_whole_ones() {
+    let one = summary("--world-size 1 --batch-size 8 --steps 3");
+    for flags in ["--world-size 2 --tp 2 --batch-size 8", "--world-size 4 --tp 2 --batch-size 4"] {
+        let other = summary(&format!("{flags} --steps 3 --recompute"));
+        for (found, expected) in other.losses.iter().zip(&one.losses) {
+            assert_close(*found, *expected, flags);
+        }
+        assert_close(other.perplexity.unwrap(), one.perplexity.unwrap(), flags);
+        let ratio = other.sharded_bytes_per_rank as f64 / one.sharded_bytes_per_rank as f64;
+        assert!(ratio < 0.55, "{flags}: {ratio}");
+    }
+    let error = run(&["--world-size", "3", "--tp", "3", "--steps", "1"]).unwrap_err();
+    assert!(error.to_string().contains("--tp 3: the model has"), "{error:#}");
+}
+
 /// The held-out conversations are the same, in rows of their own or packed.
 #[test]
 fn packed_conversations_have_the_loss_that_they_have_alone() {

@@ -18,7 +18,7 @@ fn has_one_split(field: &Field<'_>, errors: &mut Errors) {
         errors.push(
             path,
             format!(
-                "`{}` and `{}` exclude each other: a matrix is split along one dimension; remove one",
+                "`{}` and `{}` exclude each other: a matrix is split along one dimension, or whole; remove one",
                 first.name(),
                 second.name()
             ),

@@ -106,6 +106,7 @@ fn split(field: &Field<'_>) -> Option<TokenStream> {
     let layer = match split {
         Split::Column | Split::Row => quote!(SplitLinear),
         Split::Vocab => quote!(SplitVocabulary),
+        Split::Shared => return None,
     };
     Some(quote_spanned! {at(ty)=>
         const _: () = {
@@ -123,6 +124,7 @@ fn tie(Tie { first, second, .. }: &Tie) -> TokenStream {
     quote_spanned! {at(second)=>
         #(#places)*
         const _: () = __fsdp::lie_in_one_unit(__FSDP_LAYOUT, #first, #second);
+        const _: () = __fsdp::are_split_alike(__FSDP_LAYOUT, #first, #second);
     }
 }
 

@@ -48,6 +48,7 @@ fn child(field: &Field<'_>) -> TokenStream {
         }
         Some((Split::Row, _)) => quote!(::core::option::Option::Some(__fsdp::Split::Row)),
         Some((Split::Vocab, _)) => quote!(::core::option::Option::Some(__fsdp::Split::Vocab)),
+        Some((Split::Shared, _)) => quote!(::core::option::Option::Some(__fsdp::Split::Shared)),
         None => quote!(::core::option::Option::None),
     };
     quote! {

@@ -24,6 +24,7 @@ const FORWARD: &str = "forward";
 const COLUMN: &str = "column";
 const ROW: &str = "row";
 const VOCAB: &str = "vocab";
+const SHARED: &str = "shared";
 const GATHER: &str = "gather";
 
 /// `#[fsdp_unit(..)]` on a struct.
@@ -113,6 +114,8 @@ pub(crate) enum Split {
     Row,
     /// A rank has a part of the vocabulary.
     Vocab,
+    /// Every rank has the whole, and uses it with parts of other values.
+    Shared,
 }
 
 impl Split {
@@ -120,6 +123,7 @@ impl Split {
         match name {
             COLUMN => Self::Column,
             ROW => Self::Row,
+            SHARED => Self::Shared,
             _ => Self::Vocab,
         }
     }
@@ -130,6 +134,7 @@ impl Split {
             Self::Column => COLUMN,
             Self::Row => ROW,
             Self::Vocab => VOCAB,
+            Self::Shared => SHARED,
         }
     }
 }
@@ -144,7 +149,7 @@ pub(super) struct FieldArgs {
     pub(super) unit: Option<Path>,
     /// The string in `unit = ".."`, if it is given.
     pub(super) group: Option<LitStr>,
-    /// The arguments `column`, `row` and `vocab`, in the order written.
+    /// The arguments `column`, `row`, `vocab` and `shared`, in the order written.
     pub(super) splits: Vec<(Split, Path)>,
     /// The argument `gather`, if it is given.
     pub(super) gather: Option<Path>,
@@ -167,7 +172,7 @@ impl FieldArgs {
                     parsed.group = group(&meta, errors);
                     parsed.unit = Some(meta.path().clone());
                 }
-                given @ (COLUMN | ROW | VOCAB) => {
+                given @ (COLUMN | ROW | VOCAB | SHARED) => {
                     let split = Split::named(given);
                     flag(&meta, split.name(), errors);
                     match parsed.splits.iter().any(|(other, _)| *other == split) {
@@ -180,7 +185,10 @@ impl FieldArgs {
                     flag(&meta, GATHER, errors);
                     parsed.gather = Some(meta.path().clone());
                 }
-                _ => unknown(&meta, &[KEY, LEAF, UNIT, COLUMN, ROW, VOCAB, GATHER], errors),
+                _ => {
+                    let valid = [KEY, LEAF, UNIT, COLUMN, ROW, VOCAB, SHARED, GATHER];
+                    unknown(&meta, &valid, errors);
+                }
             }
         }
         parsed
@@ -274,10 +282,13 @@ fn unknown(meta: &Meta, valid: &[&'static str], errors: &mut Errors) {
             }
             FORWARD => format!("it belongs on a method of the unit: `#[fsdp({FORWARD})]`"),
             KEY => format!(r#"it belongs on a field: `#[fsdp({KEY} = "..")]`"#),
-            LEAF | UNIT | COLUMN | ROW | VOCAB => {
+            LEAF | UNIT | COLUMN | ROW | VOCAB | SHARED => {
                 format!("it belongs on a field: `#[fsdp({given})]`")
             }
             GATHER => format!("it belongs on a field: `#[fsdp({COLUMN}, {GATHER})]`"),
+            // PyTorch's names of the styles.
+            "colwise" => format!("did you mean `{COLUMN}`?"),
+            "rowwise" => format!("did you mean `{ROW}`?"),
             _ => format!("expected {}", one_of(valid.iter().copied())),
         },
     };

@@ -99,7 +99,7 @@ pub(crate) struct Field<'a> {
     pub(crate) unit: Option<syn::Path>,
     /// The name in `#[fsdp(unit = "name")]`, which makes one unit of the fields with that name.
     pub(crate) group: Option<LitStr>,
-    /// The words `column`, `row` and `vocab` in `#[fsdp(..)]`, in the order written.
+    /// The words `column`, `row`, `vocab` and `shared` in `#[fsdp(..)]`, in the order written.
     pub(crate) splits: Vec<(Split, syn::Path)>,
     /// The word `gather` in `#[fsdp(column, gather)]`.
     pub(crate) gather: Option<syn::Path>,

@@ -11,6 +11,10 @@ use crate::launch::Worker;
 use crate::launch::agree::{OnError, agree_result};
 use crate::layout::Mesh;
 
+/// Advice to a program that saves or loads the parts of tensor parallel ranks.
+pub(super) const SAVE_WHOLE: &str =
+    "save the model with `save_pretrained` or `full`, which gather whole matrices";
+
 /// Connection of this rank to the ranks that save or load together.
 #[derive(Clone, Debug)]
 pub(super) struct Ranks {

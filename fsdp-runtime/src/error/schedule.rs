@@ -7,6 +7,15 @@ use crate::layout::{Rank, StorageType};
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleError {
+    /// A whole parameter whose gradient differs between tensor parallel ranks.
+    #[error(
+        "`{path}` is whole on each tensor parallel rank, but its gradients differ: it is used with values that \
+         are split over the ranks; write `#[fsdp(shared)]` on its field, so that the gradients are added"
+    )]
+    SplitGradient {
+        /// Path of the parameter.
+        path: String,
+    },
     /// Two units that are unsharded at the same time and share a gather buffer.
     #[error(
         "{unit} needs the gather buffer that {owner} still uses; raise the option `gather_buffers` above \

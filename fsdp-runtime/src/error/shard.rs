@@ -40,6 +40,18 @@ pub enum ShardError {
         /// Number of tensor parallel ranks.
         ranks: WorldSize,
     },
+    /// A call that needs whole matrices, in a model of which tensor parallel ranks have parts.
+    #[error(
+        "{what} takes whole matrices, of which {ranks} tensor parallel ranks have parts; {instead}"
+    )]
+    SplitMatrices {
+        /// The call.
+        what: &'static str,
+        /// Number of tensor parallel ranks.
+        ranks: WorldSize,
+        /// What to do instead.
+        instead: &'static str,
+    },
     /// One parameter in two fields that no tie declares.
     #[error(
         "`{first}` and `{second}` are clones of one parameter; declare them with \

@@ -12,6 +12,7 @@ use super::ignored_gradients::{OwnGradients, scaled};
 use super::model::Fsdp;
 use super::optimizer_check::{OptimizerCheck, Waiting};
 use crate::error::{Error, ScheduleError, panic_text};
+use crate::layout::WorldSize;
 use crate::module::{FsdpModule, ParamVisitor, Sharded};
 use crate::param_group::memory::OptimizerStates;
 use crate::runtime::schedule::ErasedSchedule;
@@ -174,6 +175,9 @@ impl<M: FsdpModule> Fsdp<M> {
         self.module.visit_params(&mut take);
         let TakeGradients { mut gradients, waiting, failed, .. } = take;
         failed.map_or(Ok(()), Err)?;
+        if self.schedule.mesh().tensor_size() != WorldSize::ONE {
+            self.schedule.check_whole_gradients(self.read_gradients(&gradients))?;
+        }
         check.add_gradients(waiting, &mut gradients);
         Ok((gradients, factor))
     }

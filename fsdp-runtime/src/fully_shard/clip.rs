@@ -114,7 +114,10 @@ impl<M: FsdpModule> Fsdp<M> {
     }
 
     /// Returns the gradients of sharded and replicated parameters.
-    fn read_gradients(&self, gradients: &GradientsParams) -> Vec<(ParamIndex, DispatchTensor)> {
+    pub(super) fn read_gradients(
+        &self,
+        gradients: &GradientsParams,
+    ) -> Vec<(ParamIndex, DispatchTensor)> {
         let mut read = ReadGradients { gradients, schedule: &*self.schedule, found: Vec::new() };
         self.module.visit_params(&mut read);
         read.found

@@ -132,6 +132,7 @@ impl<M: FsdpModule> Fsdp<M> {
     /// [`CollectiveError`](crate::errors::CollectiveError) if another rank fails or does not take part within
     /// the time-out.
     pub fn into_plain(self) -> Result<M, Error> {
+        self.schedule.check_whole("`Fsdp::into_plain`", WHOLE)?;
         catch_error(|| self.materialize().module)
     }
 
@@ -142,6 +143,7 @@ impl<M: FsdpModule> Fsdp<M> {
     ///
     /// Those of [`into_plain`](Self::into_plain).
     pub fn into_plain_on(self, rank: Rank) -> Result<Option<M>, Error> {
+        self.schedule.check_whole("`Fsdp::into_plain_on`", WHOLE)?;
         if self.mesh().rank == rank {
             return self.into_plain().map(Some);
         }
@@ -159,6 +161,10 @@ impl<M: FsdpModule> Fsdp<M> {
         Ok(Unsharded { model: self, units })
     }
 }
+
+/// Advice to a program that wants a plain model from tensor parallel ranks.
+const WHOLE: &str =
+    "write the model with `save_pretrained`, and load it without tensor parallel ranks";
 
 /// The visitor that gathers each parameter, in the order in which `Module::materialize` does, and
 /// drops its value.

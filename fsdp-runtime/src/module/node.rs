@@ -74,7 +74,7 @@ pub struct Child {
     /// that name are one unit.
     pub group: Option<&'static str>,
     /// How the matrix of the layer in the field is split over tensor parallel ranks, under
-    /// `#[fsdp(column)]`, `#[fsdp(row)]` or `#[fsdp(vocab)]`.
+    /// `#[fsdp(column)]`, `#[fsdp(row)]`, `#[fsdp(vocab)]` or `#[fsdp(shared)]`.
     pub split: Option<Split>,
     /// Layout of the field's type.
     pub node: &'static Node,
@@ -92,11 +92,14 @@ pub enum Split {
     Row,
     /// A rank has a part of the vocabulary.
     Vocab,
+    /// Every rank has the whole, and uses it with parts of other values: the gradient is the sum over the
+    /// ranks.
+    Shared,
 }
 
 impl Child {
     /// Creates a field that has the same name in checkpoints, is not transposed, and is not a unit.
-    pub(super) const fn plain(name: &'static str, node: &'static Node) -> Self {
+    pub(crate) const fn plain(name: &'static str, node: &'static Node) -> Self {
         Self { name, key: None, transposed: false, unit: false, group: None, split: None, node }
     }
 

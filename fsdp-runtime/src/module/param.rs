@@ -126,6 +126,8 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// Returns the part of a parameter that this rank has among its tensor parallel ranks; `None` for a
     /// whole one.
     fn split(&self, index: ParamIndex) -> Option<TensorSplit>;
+    /// Returns whether tensor parallel ranks use the whole parameter with parts of other values.
+    fn is_shared(&self, index: ParamIndex) -> bool;
     /// Returns a tensor that all tensor parallel ranks have, to be used with parts of matrices. Its gradient
     /// is summed over the ranks.
     fn share_with_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
@@ -183,15 +185,21 @@ pub(crate) fn with_autodiff_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>
 impl Sharded {
     /// Returns the full parameter for this rank's shard `base`, without its adapter.
     fn gathered<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        match self.runtime.clone().materialize(self.index, base.into_dispatch()) {
-            Ok(value) => Tensor::from_dispatch(value),
-            Err(error) => raise(error),
-        }
+        let value = exchanged(self.runtime.clone().materialize(self.index, base.into_dispatch()));
+        if self.runtime.is_shared(self.index) { self.share_with_tensor_ranks(value) } else { value }
+    }
+
+    /// Returns the reparameterization of a parameter of which this rank has a part, and the part.
+    pub(crate) fn split_of<const D: usize>(
+        param: &Param<Tensor<D>>,
+    ) -> Option<(&Self, TensorSplit)> {
+        let sharded = Self::of(param)?;
+        Some((sharded, sharded.split()?))
     }
 
     /// Returns the part of the parameter that this rank has among its tensor parallel ranks, if it has not
     /// the whole.
-    pub(crate) fn split(&self) -> Option<TensorSplit> {
+    fn split(&self) -> Option<TensorSplit> {
         self.runtime.split(self.index)
     }
 

@@ -184,8 +184,8 @@ struct TensorParallel<'a> {
 impl<'a> TensorParallel<'a> {
     /// Returns how a layer is split, if it is.
     fn of(layer: &'a Linear) -> Option<Self> {
-        let weight = Sharded::of(&layer.weight)?;
-        Some(Self { weight, split: weight.split()? })
+        let (weight, split) = Sharded::split_of(&layer.weight)?;
+        Some(Self { weight, split })
     }
 
     /// Returns whether the layer takes the whole input, and has a part of the outputs.

@@ -26,11 +26,11 @@ pub enum WeightLayout {
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct LinearCrossEntropyOptions {
-    layout: WeightLayout,
-    bias: Option<Tensor<1>>,
-    ignore_index: Option<i64>,
-    label_smoothing: f64,
-    reduction: Reduction,
+    pub(super) layout: WeightLayout,
+    pub(super) bias: Option<Tensor<1>>,
+    pub(super) ignore_index: Option<i64>,
+    pub(super) label_smoothing: f64,
+    pub(super) reduction: Reduction,
     chunk_rows: Option<usize>,
 }
 

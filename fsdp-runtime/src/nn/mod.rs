@@ -5,10 +5,12 @@
 
 mod attention;
 mod dropout;
+mod embedding;
 mod gelu;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
+mod lm_head;
 mod recompute;
 mod rms_norm;
 mod rotary;
@@ -17,12 +19,14 @@ mod swiglu;
 
 pub use self::attention::{AttentionOptions, attention, attention_bytes};
 pub use self::dropout::{Dropout, DropoutConfig};
+pub use self::embedding::{Embedding, EmbeddingConfig};
 pub use self::gelu::gelu;
 pub use self::layer_norm::{LayerNorm, LayerNormConfig};
 pub use self::linear::{Linear, LinearActivation, LinearConfig, linear, linear_bytes};
 pub use self::linear_cross_entropy::{
     LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy, linear_cross_entropy_bytes,
 };
+pub use self::lm_head::{LmHead, LmHeadConfig};
 pub use self::recompute::recompute;
 pub use self::rms_norm::{RmsNorm, RmsNormConfig};
 pub use self::rotary::{

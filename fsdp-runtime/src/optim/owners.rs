@@ -45,6 +45,7 @@ mod tests {
         let layout = UnitLayout::new(numels.iter().map(|&numel| (dtype, numel)), mesh.shard_size());
         let entry = |(segment, &numel): (usize, &usize)| ParamSpec {
             split: None,
+            is_shared: false,
             path: format!("weights.{segment}"),
             shape: vec![numel, 1],
             dtype,

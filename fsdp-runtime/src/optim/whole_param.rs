@@ -95,6 +95,8 @@ impl WholeParam {
     ) -> Result<Fsdp<M>, Error> {
         let _span = tracing::trace_span!(target: "fsdp::trace", "fsdp::step").entered();
         let (lr, schedule) = (lr.into(), model.schedule.clone());
+        let instead = "use an optimizer that steps each element, such as AdamW";
+        schedule.check_whole("`WholeParam`", instead)?;
         let states = model.optimizer_states.clone();
         let sharded = sharded_with_gradient(&model, &gradients)?;
         let mut take = TakeMatrices::new(&mut self.inner, &lr, &mut gradients, sharded);

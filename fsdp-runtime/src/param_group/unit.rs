@@ -38,6 +38,9 @@ pub(crate) struct ParamSpec {
     pub(crate) shape: Vec<usize>,
     /// The part of the parameter that this rank has among its tensor parallel ranks; `None` for a whole one.
     pub(crate) split: Option<TensorSplit>,
+    /// Whether tensor parallel ranks use the whole parameter with parts of other values, so that its gradient is
+    /// the sum of theirs.
+    pub(crate) is_shared: bool,
     /// Dtype in which the parameter is gathered and computed with.
     pub(crate) dtype: DType,
     /// Dtype in which the gradient is sent when it is reduced.

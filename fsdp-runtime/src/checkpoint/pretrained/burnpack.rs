@@ -18,7 +18,7 @@ use super::source::Source;
 use crate::backend::owned_data;
 use crate::checkpoint::filter::FilteredParam;
 use crate::checkpoint::load_report::LoadReport;
-use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::ranks::{Ranks, SAVE_WHOLE};
 use crate::checkpoint::state::{State, StateMut};
 use crate::error::{Error, IgnorePoison, LoadError, SaveError};
 use crate::fully_shard::Fsdp;
@@ -41,6 +41,7 @@ impl<M: FsdpModule> State<'_, M> {
     ///
     /// [`SaveError`] on rank 0, [`CollectiveError`](crate::errors::CollectiveError) on the others.
     pub fn save_burnpack(&self, path: impl AsRef<Path>) -> Result<(), Error> {
+        self.model.schedule.check_whole("a Burn record", SAVE_WHOLE)?;
         let ranks = Ranks::from(self.model);
         let params = record_params(self.model);
         // On every rank: the snapshot applies pending updates of running statistics.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::builder::{Restore, Restored};
 use super::prepare::{Prepared, prepare};
 use super::target::stored_range;
-use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::ranks::{Ranks, SAVE_WHOLE};
 use crate::checkpoint::reader::CheckpointReader;
 use crate::checkpoint::state::StateMut;
 use crate::error::Error;
@@ -41,6 +41,9 @@ impl<M: FsdpModule> StateMut<'_, M> {
 }
 
 fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Error> {
+    for model in restore.models.values() {
+        model.schedule().check_whole("a checkpoint of shards", SAVE_WHOLE)?;
+    }
     let prepared = CheckpointReader::open(path)
         .and_then(|reader| prepare(&restore, Arc::new(reader), ranks.index()));
     let Prepared { reader, mut tensors, optimizers, schedulers, scalers, values, left } =

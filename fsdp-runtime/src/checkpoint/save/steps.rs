@@ -14,7 +14,7 @@ use crate::checkpoint::disk::Disk;
 use crate::checkpoint::folder;
 use crate::checkpoint::io_error::io_error;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
-use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::ranks::{Ranks, SAVE_WHOLE};
 use crate::checkpoint::state::State;
 use crate::error::{CheckpointError, Error};
 use crate::launch::Worker;
@@ -98,6 +98,9 @@ pub(super) fn begin(
     target: &Path,
     root: Option<&CheckpointRoot>,
 ) -> Result<(PathBuf, DifferingTensors), Error> {
+    for model in checkpoint.models.values() {
+        model.schedule().check_whole("a checkpoint of shards", SAVE_WHOLE)?;
+    }
     let all = ranks.exchange("the contents of a checkpoint", checkpoint.summary())?;
     for (rank, found) in ranks.mesh.world.ranks().zip(&all) {
         if *found != all[0] {

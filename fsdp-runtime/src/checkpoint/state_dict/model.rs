@@ -10,16 +10,21 @@ use super::options::StateDictOptions;
 use super::recipient::Recipient;
 use super::selection::Selection;
 use super::tensors::{FullState, LocalState, ShardedState, ShardedTensor, copied_data, reshaped};
-use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::ranks::{Ranks, SAVE_WHOLE};
 use crate::checkpoint::sharded_model::{LocalParam, ShardedModel, ignored_values, with_host_bytes};
 use crate::checkpoint::state::State;
-use crate::error::Error;
+use crate::error::{Error, raise};
 use crate::fully_shard::Fsdp;
 use crate::module::FsdpModule;
 use crate::param_group::{ParamSpec, Placement};
 
 impl<M: FsdpModule> State<'_, M> {
     /// Returns this rank's elements of every parameter. Codes are decoded to f32.
+    ///
+    /// # Panics
+    ///
+    /// Unwinds with [`ShardError::SplitMatrices`](crate::errors::ShardError::SplitMatrices), which `launch`
+    /// returns, if tensor parallel ranks have parts of the parameters.
     pub fn sharded(&self) -> ShardedState {
         self.shards(&Selection::all(self.model))
     }
@@ -40,6 +45,8 @@ impl<M: FsdpModule> State<'_, M> {
     }
 
     fn shards(&self, selection: &Selection) -> ShardedState {
+        let whole = self.model.schedule.check_whole("a state dict of shards", SAVE_WHOLE);
+        whole.unwrap_or_else(|error| raise(error.into()));
         let mut state = BTreeMap::new();
         for_each_host_bytes(self.model, selection, &mut |spec, dtype, bytes| {
             let range = spec.range();

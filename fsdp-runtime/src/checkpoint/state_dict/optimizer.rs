@@ -17,9 +17,9 @@ use super::selection::Selection;
 use super::tensors::{ShardedTensor, copied_data};
 use crate::checkpoint::load_report::LoadReport;
 use crate::checkpoint::optimizer_state::StateTensor;
-use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::ranks::{Ranks, SAVE_WHOLE};
 use crate::checkpoint::state::State;
-use crate::error::{CheckpointError, Error};
+use crate::error::{CheckpointError, Error, raise};
 use crate::fully_shard::Fsdp;
 use crate::module::{FsdpModule, ParamIndex};
 use crate::optim::{WholeParam, owners};
@@ -34,10 +34,16 @@ impl<M: FsdpModule> State<'_, M> {
     /// # Errors
     ///
     /// [`CheckpointError::NotElementwise`] for state that cannot be sharded.
+    ///
+    /// # Panics
+    ///
+    /// As [`sharded`](Self::sharded).
     pub fn sharded_optimizer(
         &self,
         optimizer: &ModuleOptimizer,
     ) -> Result<OptimizerState<ShardedTensor>, CheckpointError> {
+        let whole = self.model.schedule.check_whole("a state dict of shards", SAVE_WHOLE);
+        whole.unwrap_or_else(|error| raise(error.into()));
         read_local_state(self.model, optimizer, &Selection::all(self.model), sharded_tensor)
     }
 

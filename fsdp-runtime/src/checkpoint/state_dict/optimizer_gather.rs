@@ -11,7 +11,7 @@ use super::recipient::Recipient;
 use super::selection::Selection;
 use super::tensors::copied_data;
 use crate::checkpoint::optimizer_state::{self, ParamState, StateNames, StateTensor};
-use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::ranks::{Ranks, SAVE_WHOLE};
 use crate::checkpoint::scalar::Scalars;
 use crate::checkpoint::sharded_model::{LocalParam, ShardedModel};
 use crate::error::{CheckpointError, Error};
@@ -29,6 +29,7 @@ pub(super) fn gather_state<M: FsdpModule>(
     whole: bool,
     selection: &Selection,
 ) -> Result<OptimizerState<TensorData>, Error> {
+    model.schedule.check_whole("the gathered state of an optimizer", SAVE_WHOLE)?;
     recipient.check(model.mesh().world)?;
     let (ranks, keep) = (Ranks::from(model), recipient.is(model.mesh().rank));
     let mut full = OptimizerState::default();

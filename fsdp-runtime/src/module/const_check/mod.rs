@@ -16,5 +16,5 @@ mod units;
 pub use self::keys::{have_distinct_keys, have_distinct_keys_of_generic, num_keys};
 pub use self::probe::{BurnModule, DerivesModule, Fallback, Probe};
 pub use self::recompute::{can_be_recomputed, not_kept};
-pub use self::ties::{leads_to_a_weight, lie_in_one_unit};
+pub use self::ties::{are_split_alike, leads_to_a_weight, lie_in_one_unit};
 pub use self::units::{can_be_a_unit, has_hooks, hides_no_unit, is_a_sound_unit, skips_no_unit};

@@ -83,6 +83,24 @@ pub const fn lie_in_one_unit(layout: &'static Node, first: &str, second: &str) {
     text.then("or hold the weight once, in a module that uses it for both").fail()
 }
 
+/// Checks that both places of a tie are split over tensor parallel ranks, or neither. They hold one weight.
+#[track_caller]
+pub const fn are_split_alike(layout: &'static Node, first: &str, second: &str) {
+    let (Ok(a), Ok(b)) = (resolve(layout, first), resolve(layout, second)) else {
+        return;
+    };
+    if a.split == b.split {
+        return;
+    }
+    let (split, whole) = if a.split { (first, second) } else { (second, first) };
+    Text::new("a tied weight has one part on each tensor parallel rank, and ")
+        .code(split)
+        .then(" is split, but ")
+        .code(whole)
+        .then(" is not; write `#[fsdp(vocab)]` on both fields, or on neither")
+        .fail()
+}
+
 /// The target of a path.
 #[derive(Clone, Copy)]
 struct PathTarget {
@@ -95,6 +113,8 @@ struct PathTarget {
     field: bool,
     /// The group of that field, if it is under `#[fsdp(unit = "name")]`.
     group: Option<PathGroup>,
+    /// Whether the place is split over tensor parallel ranks.
+    split: bool,
 }
 
 /// A group of fields on a path.
@@ -131,8 +151,14 @@ struct UnknownField<'a> {
 
 /// Follows a path from the declaring type.
 const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<PathTarget, UnknownField<'a>> {
-    let mut place =
-        PathTarget { node: layout, unit: layout, unit_len: 0, field: false, group: None };
+    let mut place = PathTarget {
+        node: layout,
+        unit: layout,
+        unit_len: 0,
+        field: false,
+        group: None,
+        split: false,
+    };
     // Whether the elements of the containers that come next are units.
     let mut each = false;
     let mut group = None;
@@ -145,6 +171,7 @@ const fn resolve<'a>(layout: &'static Node, path: &'a str) -> Result<PathTarget,
         };
         place.node = through_options(child.node);
         each |= child.unit;
+        place.split |= child.split.is_some();
         if let Some(name) = child.group {
             group = Some(PathGroup { name, holder_len: start.saturating_sub(1) });
         }

@@ -48,6 +48,8 @@ pub(super) struct FoundParam {
     pub(super) split_dim: Option<usize>,
     /// Whether the layer of the parameter returns the outputs of all of them.
     pub(super) gathers_output: bool,
+    /// Whether tensor parallel ranks use the whole parameter with parts of other values.
+    pub(super) is_shared: bool,
     /// This rank's part, once the mesh is known.
     pub(super) split: Option<TensorSplit>,
     /// Dtype that the parameter is initialised in.

@@ -217,6 +217,7 @@ impl<'a> Inventory<'a> {
         let entry = ParamSpec {
             path,
             split: None,
+            is_shared: false,
             shape,
             dtype: DType::F32,
             reduce_dtype: DType::F32,
@@ -256,6 +257,7 @@ impl<'a> Inventory<'a> {
         let module = self.module_number();
         let split = self.splits.last().copied().flatten();
         let split_dim = split.and_then(|split| split_dim_of(split, &path));
+        let is_shared = split == Some(Split::Shared);
         let gathers_output = matches!(split, Some(Split::Column { gather: true }));
         let param = FoundParam {
             path,
@@ -264,6 +266,7 @@ impl<'a> Inventory<'a> {
             shape,
             split_dim,
             gathers_output,
+            is_shared,
             split: None,
             dtype,
             frozen,
@@ -390,6 +393,7 @@ fn split_dim_of(split: Split, path: &str) -> Option<usize> {
         Split::Column { .. } => Some(1),
         Split::Row if is("bias") || is("lora.b") => None,
         Split::Row | Split::Vocab => Some(0),
+        Split::Shared => None,
     }
 }
 

@@ -166,6 +166,7 @@ impl ModelShape {
                 dtype: DType::F32,
                 split_dim: None,
                 gathers_output: false,
+                is_shared: false,
                 split: None,
                 frozen: param.is_frozen,
                 unit: number,

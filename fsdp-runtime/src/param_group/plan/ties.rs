@@ -157,6 +157,7 @@ mod tests {
             dtype: DType::F32,
             split_dim: None,
             gathers_output: false,
+            is_shared: false,
             split: None,
             frozen: false,
             unit: 0,

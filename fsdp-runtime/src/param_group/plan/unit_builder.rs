@@ -174,6 +174,7 @@ impl<'a> UnitBuilder<'a> {
             ParamSpec {
                 path,
                 split: param.split,
+                is_shared: param.is_shared && mesh.tensor_size() != WorldSize::ONE,
                 shape,
                 dtype,
                 reduce_dtype,

@@ -9,7 +9,7 @@ use super::core::Schedule;
 use super::recompute_first_run::is_tracked;
 use crate::backend::{ModelBackend, StoredTensor};
 use crate::collectives::comm::Communicator;
-use crate::error::Error;
+use crate::error::{Error, ShardError};
 use crate::layout::{Mesh, WorldSize};
 use crate::module::{ParamIndex, RandomStream};
 use crate::options::ShardingStrategy;
@@ -23,6 +23,13 @@ pub(crate) trait ScheduleState {
     fn world_mesh(&self) -> Mesh;
     /// Returns the handle to the communication thread, for all ranks.
     fn world_comm(&self) -> Arc<Communicator>;
+    /// Checks that this rank has whole matrices, for a call that takes no parts of tensor parallel ranks.
+    fn check_whole(&self, what: &'static str, instead: &'static str) -> Result<(), ShardError> {
+        match self.mesh().tensor_size() {
+            WorldSize::ONE => Ok(()),
+            ranks => Err(ShardError::SplitMatrices { what, ranks, instead }),
+        }
+    }
     /// Returns the model's units, in layout order.
     fn units(&self) -> &[Unit];
     /// Returns the specification of a parameter.

@@ -1,6 +1,7 @@
 //! The collectives of a schedule outside of forward and backward.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn::tensor::{DType, DispatchTensor, TensorData};
 
@@ -9,10 +10,13 @@ use super::whole_step::{Step, Whole};
 use crate::backend::{ModelBackend, Norm, Raw, ShardBackend, StoredTensor, decoded};
 use crate::collectives::Op;
 use crate::collectives::group::AnyProcessGroup;
-use crate::error::Error;
+use crate::error::{Error, ScheduleError};
 use crate::layout::Rank;
 use crate::module::ParamIndex;
 use crate::param_group::{ParamSpec, Placement};
+
+/// Backward passes after which tensor parallel ranks compare their gradients of whole parameters.
+const CHECKED_PASSES: usize = 3;
 
 /// The collectives of a schedule outside of forward and backward. Every rank calls each of them.
 pub(crate) trait ScheduleCollectives {
@@ -28,6 +32,12 @@ pub(crate) trait ScheduleCollectives {
         &self,
         gradients: Vec<(ParamIndex, DispatchTensor)>,
     ) -> Result<Option<(ParamIndex, Rank)>, Error>;
+    /// Checks that tensor parallel ranks have equal gradients of whole parameters: in the first passes, and
+    /// with debug assertions in all.
+    fn check_whole_gradients(
+        &self,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
+    ) -> Result<(), Error>;
     /// Returns a full parameter, given its base. Returns `None` on a rank whose `keep` is `false`.
     fn full(
         &self,
@@ -147,6 +157,38 @@ impl<B: ModelBackend> ScheduleCollectives for Schedule<B> {
             .zip(&all)
             .filter_map(|(rank, own)| Some(((**own)?, rank)));
         Ok(named.min().map(|((unit, param), rank)| (ParamIndex { unit, param }, rank)))
+    }
+
+    fn check_whole_gradients(
+        &self,
+        gradients: Vec<(ParamIndex, DispatchTensor)>,
+    ) -> Result<(), Error> {
+        let Some(group) = &self.settings.groups.tensor else { return Ok(()) };
+        let passes = self.counters.whole_gradient_checks.fetch_add(1, Ordering::Relaxed);
+        if passes >= CHECKED_PASSES && !cfg!(debug_assertions) {
+            return Ok(());
+        }
+        let whole = gradients.into_iter().filter(|(index, _)| self.param(*index).1.split.is_none());
+        let parts = self.lower_reduced(whole.collect()).into_iter().map(|(index, gradient)| {
+            let stored = self.param(index).1.range().len();
+            (index, (gradient, 0..stored))
+        });
+        let (indices, parts): (Vec<_>, Vec<_>) = parts.unzip();
+        let own: Vec<f64> = StoredTensor::norm_sums(parts, Norm::Two);
+        let op = Op::new("all_gather", "gradients of whole parameters");
+        let all = self.comm.issue_on(group, move |group| group.exchange(&op, own)).wait()?;
+        let differs = |at: &usize| {
+            let of = |rank: usize| all[rank].get(*at).copied().unwrap_or(f64::NAN);
+            let close = |rank| (of(rank) - of(0)).abs() <= 1e-5 * of(0).abs();
+            of(0).is_finite() && !(1..all.len()).all(close)
+        };
+        match (0..indices.len()).find(differs) {
+            Some(at) => {
+                let path = self.param(indices[at]).1.path.clone();
+                Err(ScheduleError::SplitGradient { path }.into())
+            }
+            None => Ok(()),
+        }
     }
 
     fn full(

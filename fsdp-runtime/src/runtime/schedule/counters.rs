@@ -48,6 +48,8 @@ pub(super) struct Counters {
     pub(super) drains: AtomicUsize,
     pub(super) lowerings: AtomicUsize,
     pub(super) added_gather_buffers: AtomicUsize,
+    /// Backward passes after which whole gradients could have been compared.
+    pub(super) whole_gradient_checks: AtomicUsize,
     unsharded_bytes: AtomicUsize,
     peak_unsharded_bytes: AtomicUsize,
 }

@@ -124,6 +124,10 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         self.param(index).1.split
     }
 
+    fn is_shared(&self, index: ParamIndex) -> bool {
+        self.param(index).1.is_shared
+    }
+
     fn share_with_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
         self.exchange_tensor(Exchange::Shared, tensor)
     }
