@@ -42,6 +42,8 @@ pub struct LaunchSettings {
     pub strategy: ShardingStrategy,
     /// Other sharding options.
     pub options: FsdpOptions,
+    /// Number of tensor parallel ranks.
+    pub tensor_parallel: usize,
     /// Loss scaling. Set for float16, where gradients would underflow without it.
     pub scaler: Option<GradScalerConfig>,
 }
@@ -92,6 +94,7 @@ impl LaunchSettings {
             launch: launch_options(inputs, config, started, device)?,
             strategy: inputs.ranks.strategy.or(strategy).unwrap_or(ShardingStrategy::FullShard),
             options: options.unwrap_or_else(FsdpOptions::new),
+            tensor_parallel: config.and_then(|config| config.fsdp.tensor).unwrap_or(1),
             scaler: fp16.then(GradScalerConfig::new),
         })
     }

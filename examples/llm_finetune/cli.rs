@@ -64,14 +64,14 @@ pub struct Cli {
 
     /// Tensor parallel ranks: each has a part of every matrix and of the heads, and they take the same rows.
     /// The number divides those of the ranks and of the key and value heads. Checkpoints are not written
+    /// [default: that of the configuration file, or 1]
     #[arg(
         long = "tp",
         value_name = "N",
         value_parser = positive,
-        default_value = "1",
         conflicts_with_all = ["saving", "plan", "chat"]
     )]
-    pub tensor_parallel: usize,
+    pub tensor_parallel: Option<usize>,
 
     /// Keep only the input of each layer for backward, and recompute its other activations there
     #[arg(long)]

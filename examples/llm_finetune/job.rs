@@ -142,7 +142,8 @@ impl Job {
         let known = config.max_position_embeddings;
         let max_length = cli.max_length(known);
         ensure!(max_length <= known, "--max-length {max_length}, where the model takes {known}");
-        check_heads(cli.tensor_parallel, &config)?;
+        let tensor_parallel = sharding::tensor_parallel(cli, settings);
+        check_heads(tensor_parallel, &config)?;
         let lora = cli.lora.resolve(&[])?;
         let export = cli.save.as_ref().map(|folder| {
             let base = lora.as_ref().filter(|_| !cli.merge_adapters).and(cli.model.clone());
@@ -168,7 +169,7 @@ impl Job {
             bigram_perplexity: data.bigram_perplexity,
             checkpoints: cli.checkpoint_plan(),
             generate: cli.generate.clone(),
-            tensor_parallel: cli.tensor_parallel,
+            tensor_parallel,
             quiet: cli.output.quiet,
             log_file: cli.log.open()?,
             board: cli.board.open()?,

@@ -31,6 +31,7 @@ chapters!(
     from_pytorch: "from_pytorch.md",
     from_accelerate: "from_accelerate.md",
     strategies: "strategies.md",
+    tensor_parallel: "tensor_parallel.md",
     options: "options.md",
     mixed_precision: "mixed_precision.md",
     storage: "storage.md",

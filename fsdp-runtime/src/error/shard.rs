@@ -40,6 +40,15 @@ pub enum ShardError {
         /// Number of tensor parallel ranks.
         ranks: WorldSize,
     },
+    /// Tensor parallel ranks for a model without split layers.
+    #[error(
+        "the model has no layer that {ranks} tensor parallel ranks can split; write `#[fsdp(column)]` and \
+         `#[fsdp(row)]` on fields of `fsdp_runtime::nn::Linear`, or set `tensor_parallel` to 1"
+    )]
+    NothingToSplit {
+        /// Number of tensor parallel ranks.
+        ranks: WorldSize,
+    },
     /// A call that needs whole matrices, in a model of which tensor parallel ranks have parts.
     #[error(
         "{what} takes whole matrices, of which {ranks} tensor parallel ranks have parts; {instead}"

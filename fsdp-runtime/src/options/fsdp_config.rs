@@ -166,11 +166,12 @@ option_rows!(fsdp_config);
 
 impl Config for FsdpConfig {}
 
-/// Returns the default of options that are on.
+/// Returns the default of options that count ranks.
 fn one() -> usize {
     1
 }
 
+/// Returns the default of options that are on.
 fn on() -> bool {
     true
 }

@@ -87,7 +87,9 @@ macro_rules! option_rows {
         help: "Number of ranks that have a part of each split matrix",
         default: "1: nothing is split",
         range: "a divisor of the number of ranks",
-        keys: Keys::NotInFile("set it in the program"),
+        keys: Keys::InFile(&[
+            key("parallelism_config_tp_size", "N", "Number of tensor parallel ranks"),
+        ]),
     }
     pub(super) reshard_after_forward(with_reshard_after_forward):
         plain(Option<ReshardAfterForward>) = None, {

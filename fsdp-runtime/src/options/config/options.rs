@@ -63,6 +63,9 @@ impl Config {
         // Checked again here, because the launcher may have started another number of processes
         // than the file says.
         problems.extend(self.shard_group_problem());
+        if let Some(ranks) = fsdp.tensor {
+            options = options.with_tensor_parallel(ranks);
+        }
         if let Some(ranks) = self.shard_size() {
             options = options.with_shard_size(ranks);
         }

@@ -94,6 +94,8 @@ macro_rules! fsdp_section {
             pub replicate: Option<usize>,
             /// `parallelism_config_dp_shard_size`: number of ranks in a shard group.
             pub shard: Option<usize>,
+            /// `parallelism_config_tp_size`: number of tensor parallel ranks.
+            pub tensor: Option<usize>,
         }
 
         impl FsdpSection {

@@ -137,6 +137,9 @@ fn split_params(params: &mut [FoundParam], mesh: Mesh) -> Result<(), ShardError>
     if parts == 1 {
         return Ok(());
     }
+    if params.iter().all(|param| param.split_dim.is_none()) {
+        return Err(ShardError::NothingToSplit { ranks: mesh.tensor_size() });
+    }
     for param in params {
         let Some(dim) = param.split_dim else { continue };
         let size = param.shape[dim];

@@ -124,12 +124,19 @@ impl Reader {
                 self.config.fsdp.replicate = self.count(entry, 1);
             }
             Some("dp_shard_size") => self.config.fsdp.shard = self.count(entry, 1),
-            Some("tp_size" | "cp_size" | "sp_size") => {
+            Some("tp_size") => self.config.fsdp.tensor = self.count(entry, 1),
+            Some("cp_size" | "sp_size") => {
                 if self.count(entry, 1).is_some_and(|size| size > 1) {
-                    self.wrong_value(entry, "1; only data parallel training is supported");
+                    self.wrong_value(
+                        entry,
+                        "1; only data and tensor parallel training are supported",
+                    );
                 }
             }
-            _ => self.note(entry, "only `dp_replicate_size` and `dp_shard_size` are read", false),
+            _ => {
+                let read = "only `dp_replicate_size`, `dp_shard_size` and `tp_size` are read";
+                self.note(entry, read, false);
+            }
         }
     }
 }
