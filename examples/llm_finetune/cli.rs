@@ -63,13 +63,13 @@ pub struct Cli {
     pub bf16: bool,
 
     /// Tensor parallel ranks: each has a part of every matrix and of the heads, and they take the same rows.
-    /// The number divides those of the ranks and of the key and value heads. Checkpoints are not written
-    /// [default: that of the configuration file, or 1]
+    /// The number divides those of the ranks and of the key and value heads [default: that of the
+    /// configuration file, or 1]
     #[arg(
         long = "tp",
         value_name = "N",
         value_parser = positive,
-        conflicts_with_all = ["saving", "plan", "chat"]
+        conflicts_with_all = ["plan", "chat"]
     )]
     pub tensor_parallel: Option<usize>,
 

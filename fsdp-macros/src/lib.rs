@@ -138,6 +138,16 @@ use parse::{ImplBlock, Module, Value};
 ///   end of the enclosing unit's `forward`. Its module path is that of the struct, followed by the
 ///   name, so no field may have that name.
 ///
+/// - `column`, `row` (default: every rank has the whole matrix): the layer in the field, a
+///   `fsdp_runtime::nn::Linear`, has a part of its outputs, or of its inputs, on each tensor parallel
+///   rank. A field under `column` comes before one under `row`, which takes what it returns, or is
+///   under `column, gather`, which joins the outputs of all ranks.
+/// - `vocab` (default: the whole table): the `nn::Embedding` or `nn::LmHead` in the field has a part of
+///   the words on each tensor parallel rank. Two places of a tied weight are both under it.
+/// - `shared` (default: used with whole values): the module in the field is whole on each tensor
+///   parallel rank and used with parts of other values, as a norm of each head. Its gradients are
+///   added up.
+///
 /// Fields under Burn's `#[module(skip)]` and values such as `usize` are not part of the layout, and
 /// take none of these arguments.
 ///
@@ -220,6 +230,8 @@ use parse::{ImplBlock, Module, Value};
 /// - a tied weight in two units, or a tie path that leads to no weight;
 /// - a unit without a hooked `forward`, or a `forward` that is `async`, `const` or takes
 ///   `&mut self`;
+/// - a `row` without a `column` before it, a `column` whose outputs no field takes, or either on a
+///   norm, a list or a layer of Burn;
 /// - a return type that is not `UnitValue`, or an input of a generic type without the bound
 ///   `UnitValue`;
 /// - under `checkpoint`, an input that cannot be kept.
@@ -257,7 +269,7 @@ pub fn fsdp_unit(
 /// # Arguments
 ///
 /// On the struct, `#[fsdp(..)]` takes `tie("a.b" = "c.d")` and `crate = "path"`. On a field it
-/// takes `key = "x.y"`, `leaf` and `unit`. Their meaning and defaults are those under
+/// takes `key = "x.y"`, `leaf`, `unit`, `column`, `row`, `vocab` and `shared`. Their meaning and defaults are those under
 /// [`macro@fsdp_unit`].
 ///
 /// # Errors

@@ -6,6 +6,7 @@ use burn::module::Module;
 use burn::nn::loss::Reduction;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::Error;
+use fsdp_runtime::checkpoint::{Checkpoint, MergeOptions, Restore, merge};
 use fsdp_runtime::errors::{ScheduleError, ShardError};
 use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::nn::{
@@ -413,14 +414,96 @@ fn a_whole_parameter_between_parts_is_named() {
 #[test]
 fn calls_that_take_whole_matrices_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().to_path_buf();
+    let path = folder.path().join("record.bpk");
     let ranks = on_ranks(2, move |worker| {
         let options = FsdpOptions::new().with_tensor_parallel(2);
         let net = fully_shard(Net::new(false, worker.device()), worker, options)?;
-        let saved = net.state().save(&path).unwrap_err();
+        let saved = net.state().save_burnpack(&path).unwrap_err();
         Ok([saved, net.into_plain().unwrap_err()])
     });
     for error in ranks.iter().flatten() {
         assert!(matches!(error, Error::Shard(ShardError::SplitMatrices { .. })), "{error}");
     }
+    let ranks = on_ranks(2, |worker| {
+        let net = Whole { layer: LinearConfig::new(8, 8).init(worker.device()) };
+        let options = FsdpOptions::new().with_tensor_parallel(2);
+        Ok(fully_shard(net, worker, options).unwrap_err())
+    });
+    assert!(matches!(&ranks[0], Error::Shard(ShardError::NothingToSplit { .. })), "{}", ranks[0]);
+}
+
+/// A model without a split layer.
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Whole {
+    layer: Linear,
+}
+
+#[fsdp_unit]
+impl Whole {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        self.layer.forward(x)
+    }
+}
+
+/// Trains steps `from..to`, resumed from one folder and saved in another, and returns the losses of the first
+/// data rank's rows, which are all rows.
+fn resumed(
+    [data, tensor]: [usize; 2],
+    steps: std::ops::Range<usize>,
+    resume: Option<&Path>,
+    save: Option<&Path>,
+) -> Vec<f32> {
+    let (resume, save) = (resume.map(Path::to_path_buf), save.map(Path::to_path_buf));
+    let mut ranks = on_ranks(data * tensor, move |worker| {
+        let device = worker.device();
+        let options = FsdpOptions::new().with_seed(3).with_tensor_parallel(tensor);
+        let mut net = fully_shard(Net::new(true, device), worker, options)?;
+        let mut optimizer = AdamWConfig::new().init();
+        if let Some(folder) = &resume {
+            let restore = Restore::new().with_model("net", &mut net);
+            restore.with_optimizer("adam", &mut optimizer).load(worker, folder)?;
+        }
+        let mut losses = Vec::new();
+        for step in steps.clone() {
+            let ids = ids(step, 0..ROWS, device);
+            let targets = ids.clone().narrow(1, 1, LENGTH).flatten(0, 1);
+            let loss = net.forward_loss(ids.narrow(1, 0, LENGTH), targets);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = net.backward(loss)?;
+            net = optimizer.step(1e-3, net, gradients);
+        }
+        if let Some(folder) = &save {
+            let checkpoint = Checkpoint::new(0).with_model("net", &net);
+            checkpoint.with_optimizer("adam", &optimizer).save(worker, folder)?;
+        }
+        Ok(losses)
+    });
+    ranks.swap_remove(0)
+}
+
+/// Any mesh continues the run of another one, with the optimizer's state.
+#[test]
+fn a_checkpoint_of_one_mesh_resumes_on_another() {
+    let home = tempfile::tempdir().unwrap();
+    let expected = resumed([1, 1], 0..6, None, None);
+    for mesh in [[1, 1], [2, 2], [1, 4], [4, 2]] {
+        let saved = home.path().join(format!("{}-{}", mesh[0], mesh[1]));
+        resumed(mesh, 0..3, None, Some(&saved));
+        for other in [[1, 1], [2, 1], [2, 2], [1, 4], [2, 4]] {
+            let losses = resumed(other, 3..6, Some(&saved), None);
+            for (found, expected) in losses.iter().zip(&expected[3..]) {
+                let error = (found - expected).abs() / expected.abs();
+                assert!(error < 1e-4, "{mesh:?} to {other:?}: {found}, not {expected}");
+            }
+        }
+    }
+    // Without code of the model.
+    let merged = [[1, 1], [2, 2]].map(|mesh| {
+        let saved = home.path().join(format!("{}-{}", mesh[0], mesh[1]));
+        let output = home.path().join(format!("merged-{}", mesh[0]));
+        merge(&saved, &output, &MergeOptions::new()).unwrap();
+        std::fs::read(output.join("model.safetensors")).unwrap()
+    });
+    assert_eq!(merged[0].len(), merged[1].len());
 }

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::slice::from_ref;
 
 use fsdp_kernels::codes::{decoded_elements, widened_elements};
 
@@ -233,8 +234,9 @@ fn write(
         for start in (0..numel).step_by(step) {
             let range = start..(start + step).min(numel);
             let stored = codes.stored_range(&range);
-            reader.verify(key, entry, stored.clone())?;
-            let mut bytes = vec![0; stored.len() * size];
+            let stored = from_ref(&stored);
+            reader.verify(key, entry, stored)?;
+            let mut bytes = vec![0; stored[0].len() * size];
             reader.read(key, entry, stored, &mut bytes)?;
             match (converted, transpose) {
                 (Some(dtype), _) => {

@@ -80,7 +80,7 @@ pub mod parse_bytes {
 }
 pub use self::manifest::{
     BLOCK, Dtype, KeyEntry, MANIFEST, Manifest, MeshShape, ModelEntry, OptimizerEntry,
-    ParameterEntry, Piece, Progress, RandomState, TensorEntry, UnitEntry, VERSION,
+    ParameterEntry, Piece, Progress, RandomState, SplitEntry, TensorEntry, UnitEntry, VERSION,
 };
 pub use self::merge::{MergeOptions, Merged, merge};
 pub use self::restore::{Restore, Restored};

@@ -1,5 +1,6 @@
 //! Reading a checkpoint folder: the manifest, and any range of any tensor.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read as _;
 use std::ops::Range;
@@ -9,9 +10,10 @@ use std::sync::OnceLock;
 use burn::tensor::TensorData;
 
 use super::io_error::io_error;
-use super::manifest::{Dtype, MANIFEST, Manifest, Piece, TensorEntry, rank_file_name};
+use super::manifest::{Dtype, MANIFEST, Manifest, Piece, SplitEntry, TensorEntry, rank_file_name};
 use super::rank_file::RankFileReader;
 use crate::error::CheckpointError;
+use crate::layout::parts_of;
 
 /// A checkpoint folder whose manifest has been read and checked. Ranks' files are opened on first
 /// use.
@@ -49,16 +51,22 @@ impl CheckpointReader {
         self.path.display().to_string()
     }
 
-    /// Checks that `range`, in elements of the flattened tensor, can be read and matches the
+    /// Checks that `ranges`, in elements of the flattened tensor, can be read and match the
     /// manifest's checksums. `key` is the tensor's name in the ranks' files.
     pub(super) fn verify(
         &self,
         key: &str,
         tensor: &TensorEntry,
-        range: Range<usize>,
+        ranges: &[Range<usize>],
     ) -> Result<(), CheckpointError> {
         let size = tensor.dtype.size();
-        for (piece, part) in overlaps(tensor, &range) {
+        // Elements that lie apart in one piece are verified with those between them, once.
+        let mut parts: BTreeMap<usize, (&Piece, Range<usize>)> = BTreeMap::new();
+        for Overlap { piece, part, .. } in ranges.iter().flat_map(|range| overlaps(tensor, range)) {
+            let (_, known) = parts.entry(piece.file).or_insert((piece, part.clone()));
+            *known = known.start.min(part.start)..known.end.max(part.end);
+        }
+        for (piece, part) in parts.into_values() {
             let reader = self.reader(piece.file)?;
             reader.check(key, tensor.dtype, piece)?;
             let bytes = (part.start - piece.start) * size..(part.end - piece.start) * size;
@@ -67,42 +75,47 @@ impl CheckpointReader {
         Ok(())
     }
 
-    /// Copies `range`, in elements of the flattened tensor, to `target`. The range must have passed
-    /// [`verify`](Self::verify).
+    /// Copies `ranges`, in elements of the flattened tensor, to `target`, one after the other. The ranges
+    /// must have passed [`verify`](Self::verify).
     pub(super) fn read(
         &self,
         key: &str,
         tensor: &TensorEntry,
-        range: Range<usize>,
+        ranges: &[Range<usize>],
         target: &mut [u8],
     ) -> Result<(), CheckpointError> {
         let size = tensor.dtype.size();
-        for (piece, part) in overlaps(tensor, &range) {
-            let bytes = (part.start - piece.start) * size..(part.end - piece.start) * size;
-            let to = (part.start - range.start) * size..(part.end - range.start) * size;
-            self.reader(piece.file)?.read(key, bytes, &mut target[to])?;
+        let mut first = 0;
+        for range in ranges {
+            for Overlap { piece, part, at } in overlaps(tensor, range) {
+                let bytes = (part.start - piece.start) * size..(part.end - piece.start) * size;
+                let to = (first + at) * size..(first + at + part.len()) * size;
+                self.reader(piece.file)?.read(key, bytes, &mut target[to])?;
+            }
+            first += range.len();
         }
         Ok(())
     }
 
-    /// Reads `range`, in elements of the flattened tensor, as a tensor of the given shape. The
-    /// range must have passed [`verify`](Self::verify).
+    /// Reads `ranges`, in elements of the flattened tensor, as a tensor of the given shape. The
+    /// ranges must have passed [`verify`](Self::verify).
     pub(super) fn data(
         &self,
         key: &str,
         tensor: &TensorEntry,
-        range: Range<usize>,
+        ranges: &[Range<usize>],
         shape: Vec<usize>,
     ) -> Result<TensorData, CheckpointError> {
+        let len = ranges.iter().map(|range| range.len()).sum::<usize>();
         // A tensor of codes has elements with the bits of the words.
         if tensor.dtype == Dtype::F32 || tensor.codes.is_some() {
             // A vector of f32 is aligned for f32, so that the tensor takes it without a copy.
-            let mut elements = vec![0f32; range.len()];
-            self.read(key, tensor, range, bytemuck::cast_slice_mut(&mut elements))?;
+            let mut elements = vec![0f32; len];
+            self.read(key, tensor, ranges, bytemuck::cast_slice_mut(&mut elements))?;
             return Ok(TensorData::new(elements, shape));
         }
-        let mut bytes = vec![0; range.len() * tensor.dtype.size()];
-        self.read(key, tensor, range, &mut bytes)?;
+        let mut bytes = vec![0; len * tensor.dtype.size()];
+        self.read(key, tensor, ranges, &mut bytes)?;
         Ok(TensorData::from_bytes_vec(bytes, shape, tensor.dtype.burn()))
     }
 
@@ -115,13 +128,35 @@ impl CheckpointReader {
     }
 }
 
-/// Returns the pieces of a tensor that overlap `range`, each with the overlap.
-fn overlaps<'a>(
-    tensor: &'a TensorEntry,
-    range: &'a Range<usize>,
-) -> impl Iterator<Item = (&'a Piece, Range<usize>)> {
-    let part = |piece: &Piece| piece.start.max(range.start)..piece.end.min(range.end);
-    tensor.pieces.iter().map(move |piece| (piece, part(piece))).filter(|(_, part)| !part.is_empty())
+/// Elements of a tensor that one piece holds.
+struct Overlap<'a> {
+    piece: &'a Piece,
+    /// The elements, as the piece counts them.
+    part: Range<usize>,
+    /// Position of the first of them among the elements that were asked for.
+    at: usize,
+}
+
+/// Returns the pieces of a tensor that hold elements of `range`, in order.
+fn overlaps<'a>(tensor: &'a TensorEntry, range: &Range<usize>) -> Vec<Overlap<'a>> {
+    let parts = match tensor.split {
+        Some(SplitEntry { dim, parts }) => parts_of(&tensor.shape, (dim, parts), range.clone()),
+        None => vec![(0, range.clone())],
+    };
+    let mut found = Vec::new();
+    let mut first = 0;
+    for (number, wanted) in parts {
+        let pieces = tensor.pieces.iter().filter(|piece| piece.part == number);
+        for piece in pieces {
+            let part = piece.start.max(wanted.start)..piece.end.min(wanted.end);
+            if !part.is_empty() {
+                let at = first + part.start - wanted.start;
+                found.push(Overlap { piece, part, at });
+            }
+        }
+        first += wanted.len();
+    }
+    found
 }
 
 /// Returns the error for a folder without a manifest: torn if it holds files of a save, else not a

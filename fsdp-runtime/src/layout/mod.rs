@@ -9,7 +9,7 @@ pub use self::flat::{ALIGNMENT, FlatLayout};
 
 pub use self::mesh::{Mesh, MeshError, Rank, WorldSize};
 
-pub(crate) use self::tensor_split::TensorSplit;
+pub(crate) use self::tensor_split::{TensorSplit, parts_of};
 pub(crate) use self::unit::{FlatRange, MatrixForm, UnitLayout};
 pub use fsdp_kernels::StorageType;
 pub(crate) use fsdp_kernels::mix;

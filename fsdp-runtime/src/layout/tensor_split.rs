@@ -55,6 +55,28 @@ impl TensorSplit {
     }
 }
 
+/// Returns the parts that hold the elements `range` of a flattened tensor of shape `whole`, which is split in
+/// `parts` along `dim`: the number of each part and the elements of the flattened part, in order.
+pub(crate) fn parts_of(
+    whole: &[usize],
+    (dim, parts): (usize, usize),
+    range: Range<usize>,
+) -> Vec<(usize, Range<usize>)> {
+    // Elements of one part that lie together.
+    let run = whole[dim..].iter().product::<usize>() / parts;
+    let mut found = Vec::new();
+    let mut at = range.start;
+    while at < range.end && run > 0 {
+        let (number, within) = (at / run, at % run);
+        let (block, part) = (number / parts, number % parts);
+        let count = (run - within).min(range.end - at);
+        let start = block * run + within;
+        found.push((part, start..start + count));
+        at += count;
+    }
+    found
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -67,6 +89,9 @@ mod tests {
         assert_eq!(columns.whole_shape(&[4, 3]), [4, 6]);
         assert_eq!(columns.indices(&[4, 3]), 3..6);
         assert_eq!(columns.runs(&[4, 3], 2..8), [5..6, 9..12, 15..17]);
+        let found = parts_of(&[4, 6], (1, 2), 4..11);
+        assert_eq!(found, [(1, 1..3), (0, 3..6), (1, 3..5)]);
+        assert_eq!(parts_of(&[4, 6], (0, 2), 10..14), [(0, 10..12), (1, 0..2)]);
         let rows = TensorSplit { dim: 0, part: 1, parts: 2, gathers: false };
         assert_eq!(rows.local_shape(&[4, 6]), [2, 6]);
         assert_eq!(rows.runs(&[2, 6], 2..8), vec![14..20; 1]);

@@ -88,8 +88,7 @@ impl LmHead {
     /// [`linear_cross_entropy`](super::linear_cross_entropy) does.
     ///
     /// Of a split weight each rank makes the logits of its own words, for all rows at once, in f32. The ranks
-    /// exchange three numbers for each row: the largest logit, the sum of the exponentials, and the target's
-    /// logit.
+    /// exchange the largest logit of each row, and then the sum of the exponentials and the target's logit.
     ///
     /// # Shapes
     ///
@@ -136,7 +135,6 @@ fn split_cross_entropy(
     // The largest logit of a row changes no result, and takes no gradient.
     let largest = ranks.gather_from_tensor_ranks(logits.clone().detach().max_dim(1)).max_dim(1);
     let shifted = logits - largest;
-    let sums = ranks.sum_over_tensor_ranks(shifted.clone().exp().sum_dim(1));
     let counts = match options.ignore_index {
         Some(ignored) => targets.clone().not_equal_elem(ignored).float().cast(dtype),
         None => Tensor::ones([rows], (&shifted.device(), dtype)),
@@ -145,13 +143,18 @@ fn split_cross_entropy(
     let others = at.clone().lower_elem(0).bool_or(at.clone().greater_equal_elem(own as i64));
     let at = at.mask_fill(others.clone(), 0).unsqueeze_dim(1);
     let chosen = shifted.clone().gather(1, at).mask_fill(others.unsqueeze_dim(1), 0.0);
-    let chosen = ranks.sum_over_tensor_ranks(chosen);
+    // One exchange for all sums of a row.
     let smoothing = options.label_smoothing;
-    let mut losses = sums.log() - chosen.mul_scalar(1.0 - smoothing);
+    let mut own_sums = vec![shifted.clone().exp().sum_dim(1), chosen];
+    if smoothing > 0.0 {
+        own_sums.push(shifted.sum_dim(1));
+    }
+    let sums = ranks.sum_over_tensor_ranks(Tensor::cat(own_sums, 1));
+    let column = |at| sums.clone().narrow(1, at, 1);
+    let mut losses = column(0).log() - column(1).mul_scalar(1.0 - smoothing);
     if smoothing > 0.0 {
         let words = (own * split.parts) as f64;
-        let all = ranks.sum_over_tensor_ranks(shifted.sum_dim(1));
-        losses = losses - all.mul_scalar(smoothing / words);
+        losses = losses - column(2).mul_scalar(smoothing / words);
     }
     let loss = (losses.squeeze_dim::<1>(1) * counts.clone()).sum();
     match options.reduction {

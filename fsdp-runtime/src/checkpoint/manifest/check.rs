@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::document::{FORMAT, Manifest, VERSION};
 use super::dtype::Dtype;
-use super::entries::TensorEntry;
+use super::entries::{SplitEntry, TensorEntry};
 use crate::error::CheckpointError;
 
 /// Largest accepted number of bytes for one checksum: blocks above it could overflow sums of
@@ -38,7 +38,8 @@ fn problems(manifest: &Manifest) -> Vec<String> {
     }
     for (name, model) in &manifest.models {
         let mesh = model.mesh;
-        if mesh.replicate.checked_mul(mesh.shard) != Some(*world_size) {
+        let ranks = mesh.replicate.checked_mul(mesh.shard).and_then(|n| n.checked_mul(mesh.tensor));
+        if ranks != Some(*world_size) {
             problems.push(format!("`{name}`: a mesh of {mesh:?} for {world_size} ranks"));
         }
     }
@@ -81,9 +82,22 @@ fn tensor_problem(tensor: &TensorEntry, files: &[u64], block: u64) -> Option<Str
     if tensor.copies != 1 && tensor.copies != files.len() {
         return Some(format!("{} copies of {} ranks", tensor.copies, files.len()));
     }
-    let mut covered = 0;
+    let parts = match tensor.split {
+        Some(split) if !is_valid(split, tensor) => {
+            return Some(format!("{split:?} of the shape {:?}", tensor.shape));
+        }
+        split => split.map_or(1, |split| split.parts),
+    };
+    let numel = numel / parts;
+    let (mut part, mut covered) = (0, 0);
     let mut seen = BTreeSet::new();
     for piece in &tensor.pieces {
+        if covered == numel && part + 1 < parts {
+            (part, covered) = (part + 1, 0);
+        }
+        if piece.part != part {
+            return Some(format!("a piece of part {} comes in part {part} of {parts}", piece.part));
+        }
         if piece.start != covered || piece.end <= piece.start || piece.end > numel {
             return Some(format!(
                 "the piece {}..{} comes after element {covered} of {numel}; pieces must tile the \
@@ -110,5 +124,18 @@ fn tensor_problem(tensor: &TensorEntry, files: &[u64], block: u64) -> Option<Str
         }
         covered = piece.end;
     }
-    (covered != numel).then(|| format!("pieces hold {covered} of {numel} elements"))
+    let is_complete = covered == numel && (numel == 0 || part + 1 == parts);
+    (!is_complete).then(|| match parts {
+        1 => format!("pieces hold {covered} of {numel} elements"),
+        _ => format!("pieces hold {covered} of {numel} elements of part {part}, of {parts} parts"),
+    })
+}
+
+/// Returns whether a split divides the tensor in equal parts of elements that are stored one by one.
+fn is_valid(split: SplitEntry, tensor: &TensorEntry) -> bool {
+    let size = tensor.shape.get(split.dim);
+    split.parts > 1
+        && size.is_some_and(|size| size.is_multiple_of(split.parts))
+        && tensor.codes.is_none()
+        && tensor.copies == 1
 }

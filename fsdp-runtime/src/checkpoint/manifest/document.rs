@@ -11,8 +11,10 @@ use crate::layout::WorldSize;
 
 /// Value of every manifest's `format` field.
 pub(super) const FORMAT: &str = "fsdp-burn checkpoint";
-/// The format version that this crate writes, and the latest that it reads.
-pub const VERSION: u64 = 3;
+/// The latest format version that this crate reads: that of a checkpoint with split tensors.
+pub const VERSION: u64 = 4;
+/// The format version of a checkpoint of whole tensors.
+const WHOLE: u64 = 3;
 
 /// Everything in a checkpoint but the elements of tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -47,7 +49,7 @@ impl Manifest {
     pub(in crate::checkpoint) fn new(world: WorldSize, progress: Progress) -> Self {
         Self {
             format: FORMAT.into(),
-            version: VERSION,
+            version: WHOLE,
             world_size: world.size(),
             files: vec![0; world.size()],
             checksum_block: BLOCK as u64,
@@ -58,6 +60,11 @@ impl Manifest {
             scalers: BTreeMap::new(),
             values: BTreeMap::new(),
         }
+    }
+
+    /// Says that tensors may be split.
+    pub(in crate::checkpoint) fn allow_splits(&mut self) {
+        self.version = VERSION;
     }
 
     /// Returns every tensor of models and optimizers, with the tensor's name in the ranks' files.

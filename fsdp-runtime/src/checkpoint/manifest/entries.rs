@@ -22,6 +22,9 @@ pub struct MeshShape {
     pub replicate: usize,
     /// Number of ranks over which one copy of the model is sharded.
     pub shard: usize,
+    /// Number of tensor parallel ranks, each of which has a part of the split matrices.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub tensor: usize,
 }
 
 /// Position of a training run.
@@ -149,9 +152,23 @@ pub struct TensorEntry {
     /// whose values differ between ranks.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub copies: usize,
+    /// How tensor parallel ranks have split the tensor; `None` for a whole one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub split: Option<SplitEntry>,
     /// The pieces that tile the flattened elements, or the words of the codes, of all copies, in
-    /// order.
+    /// order. Those of a split tensor tile the flattened elements of one part after the other.
     pub pieces: Vec<Piece>,
+}
+
+/// How tensor parallel ranks have split a tensor: in equal parts along one dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct SplitEntry {
+    /// The dimension, from 0.
+    pub dim: usize,
+    /// Number of parts.
+    pub parts: usize,
 }
 
 fn one() -> usize {
@@ -177,6 +194,11 @@ impl TensorEntry {
     }
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(part: &usize) -> bool {
+    *part == 0
+}
+
 /// A range of a flattened tensor's elements, or of the words of its codes, held in one rank's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -184,6 +206,9 @@ impl TensorEntry {
 pub struct Piece {
     /// The rank whose file holds the piece.
     pub file: usize,
+    /// Number of the part of a split tensor, in whose elements the others are counted.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub part: usize,
     /// Index of the first element in the flattened tensor.
     pub start: usize,
     /// Index one past the last element in the flattened tensor.

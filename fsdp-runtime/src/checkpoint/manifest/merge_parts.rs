@@ -45,7 +45,7 @@ fn merge_tensors(own: &mut BTreeMap<String, TensorEntry>, other: BTreeMap<String
             }
             Some(own) => {
                 own.pieces.extend(tensor.pieces);
-                own.pieces.sort_by_key(|piece| piece.start);
+                own.pieces.sort_by_key(|piece| (piece.part, piece.start));
             }
         }
     }

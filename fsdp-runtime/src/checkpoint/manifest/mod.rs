@@ -21,7 +21,7 @@ pub use self::document::{Manifest, VERSION};
 pub use self::dtype::Dtype;
 pub use self::entries::{
     BLOCK, KeyEntry, MeshShape, ModelEntry, OptimizerEntry, ParameterEntry, Piece, Progress,
-    RandomState, TensorEntry, UnitEntry,
+    RandomState, SplitEntry, TensorEntry, UnitEntry,
 };
 pub use self::names::MANIFEST;
 pub(super) use self::names::{model_tensor_name, optimizer_tensor_name, rank_file_name};

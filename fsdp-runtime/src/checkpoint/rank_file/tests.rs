@@ -7,7 +7,7 @@ use crate::checkpoint::manifest::{BLOCK, Dtype, Piece};
 use crate::error::CheckpointError;
 
 fn piece(elements: usize, checksums: Vec<u32>) -> Piece {
-    Piece { file: 0, start: 0, end: elements, checksums }
+    Piece { file: 0, part: 0, start: 0, end: elements, checksums }
 }
 
 #[test]

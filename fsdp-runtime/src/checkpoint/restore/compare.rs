@@ -33,8 +33,8 @@ pub(super) fn compare_target(name: &str, target: &Target<'_>, model: &ModelEntry
         return vec![format!("missing: `{path}` of model `{name}`")];
     };
     let mut differences = Vec::new();
-    if found.shape != target.spec.shape {
-        let expected = &target.spec.shape;
+    let expected = target.spec.whole_shape();
+    if found.shape != expected {
         differences.push(format!(
             "different shape: `{path}` of model `{name}` is {:?} in the checkpoint, \
              {expected:?} in the model",
@@ -90,7 +90,7 @@ pub(super) fn compare_optimizer(
             let path = &target.spec.path;
             let Some(state) = parameters.get(path) else { continue };
             for (tensor, stored) in &state.tensors {
-                if target.state_range(stored, own.whole).is_none() {
+                if target.state_ranges(stored, own.whole).is_none() {
                     differences.push(format!(
                         "optimizer `{name}`: `{tensor}` of `{path}` is {:?}, which cannot be \
                          sharded; wrap the optimizer in `WholeParam` and add it with \

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::builder::{Restore, Restored};
 use super::prepare::{Prepared, prepare};
-use super::target::stored_range;
-use crate::checkpoint::ranks::{Ranks, SAVE_WHOLE};
+use super::target::stored_ranges;
+use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::reader::CheckpointReader;
 use crate::checkpoint::state::StateMut;
 use crate::error::Error;
@@ -41,9 +41,6 @@ impl<M: FsdpModule> StateMut<'_, M> {
 }
 
 fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Error> {
-    for model in restore.models.values() {
-        model.schedule().check_whole("a checkpoint of shards", SAVE_WHOLE)?;
-    }
     let prepared = CheckpointReader::open(path)
         .and_then(|reader| prepare(&restore, Arc::new(reader), ranks.index()));
     let Prepared { reader, mut tensors, optimizers, schedulers, scalers, values, left } =
@@ -62,8 +59,8 @@ fn load(restore: Restore<'_>, ranks: &Ranks, path: &Path) -> Result<Restored, Er
         model.replace_values(&loaded, &mut |index, spec, _| {
             let key = keys.remove(&index)?;
             let tensor = entry.tensors.get(&spec.path)?;
-            let range = stored_range(spec, tensor, ranks.index());
-            let data = reader.data(&key, tensor, range, spec.base_shape());
+            let ranges = stored_ranges(spec, tensor, ranks.index());
+            let data = reader.data(&key, tensor, &ranges, spec.base_shape());
             data.map_err(|error| outcome = Err(error)).ok()
         });
     }

@@ -40,9 +40,11 @@ pub(super) fn load_optimizer(
             };
             for (tensor, stored) in tensors {
                 let key = optimizer_tensor_name(name, model, path, tensor);
-                let Some((range, shape)) = target.state_range(stored, own.whole) else { continue };
-                reader.verify(&key, stored, range.clone())?;
-                let stored = StoredRange { reader: reader.clone(), key, tensor: stored, range };
+                let Some((ranges, shape)) = target.state_ranges(stored, own.whole) else {
+                    continue;
+                };
+                reader.verify(&key, stored, &ranges)?;
+                let stored = StoredRanges { reader: reader.clone(), key, tensor: stored, ranges };
                 new.tensors.push(stored.deferred(tensor, shape));
             }
             states.push(new);
@@ -51,25 +53,26 @@ pub(super) fn load_optimizer(
     optimizer_state::with_state(name, own.optimizer, states)
 }
 
-/// A verified range of a tensor in a checkpoint.
-struct StoredRange<'a> {
+/// Verified ranges of a tensor in a checkpoint.
+struct StoredRanges<'a> {
     reader: Arc<CheckpointReader>,
     /// The tensor's name in the ranks' files.
     key: String,
     tensor: &'a TensorEntry,
-    range: Range<usize>,
+    ranges: Vec<Range<usize>>,
 }
 
-impl StoredRange<'_> {
+impl StoredRanges<'_> {
     /// Returns a tensor called `name` that is read from the checkpoint when a record is written.
     fn deferred(self, name: &str, shape: Vec<usize>) -> burn_pack::Tensor {
-        let Self { reader, key, tensor, range } = self;
-        let (dtype, len) = (tensor.dtype.burn(), range.len() * tensor.dtype.size());
+        let Self { reader, key, tensor, ranges } = self;
+        let numel: usize = ranges.iter().map(|range| range.len()).sum();
+        let (dtype, len) = (tensor.dtype.burn(), numel * tensor.dtype.size());
         let tensor = tensor.clone();
         let read = move || {
             let mut bytes = vec![0; len];
             reader
-                .read(&key, &tensor, range.clone(), &mut bytes)
+                .read(&key, &tensor, &ranges, &mut bytes)
                 .map_err(|error| burn_pack::Error::IoError(error.to_string()))?;
             Ok(Bytes::from_bytes_vec(bytes))
         };

@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::builder::Restore;
 use super::compare::{compare_model, compare_optimizer, compare_target};
 use super::optimizer::load_optimizer;
-use super::target::{Target, stored_range};
+use super::target::{Target, stored_ranges};
 use crate::checkpoint::manifest::{Manifest, model_tensor_name};
 use crate::checkpoint::reader::CheckpointReader;
 use crate::checkpoint::scheduler;
@@ -155,7 +155,7 @@ fn verify_model(
         let key = model_tensor_name(model, path);
         if !target.spec.range().is_empty() {
             let tensor = &reader.manifest().models[model].tensors[path];
-            reader.verify(&key, tensor, stored_range(target.spec, tensor, target.rank))?;
+            reader.verify(&key, tensor, &stored_ranges(target.spec, tensor, target.rank))?;
         }
         names.insert(target.index, key);
     }

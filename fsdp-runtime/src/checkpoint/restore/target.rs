@@ -24,10 +24,17 @@ pub(super) struct Target<'a> {
 
 /// Returns the elements, or words of codes, of a stored tensor that a rank needs for its part of a
 /// parameter, counted over all copies.
-pub(super) fn stored_range(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> Range<usize> {
+pub(super) fn stored_ranges(
+    spec: &ParamSpec,
+    stored: &TensorEntry,
+    rank: usize,
+) -> Vec<Range<usize>> {
+    if let Some(split) = spec.split {
+        return split.runs(&spec.shape, spec.stored_range());
+    }
     let first = first_element(spec, stored, rank);
     let range = spec.stored_range();
-    first + range.start..first + range.end
+    vec![first + range.start..first + range.end]
 }
 
 /// Returns the index of the first element of the copy that a rank loads. This is copy 0 for a rank
@@ -40,26 +47,26 @@ fn first_element(spec: &ParamSpec, stored: &TensorEntry, rank: usize) -> usize {
 }
 
 impl Target<'_> {
-    /// Returns the range and the shape of the elements that this rank loads of `stored`, a tensor
+    /// Returns the ranges and the shape of the elements that this rank loads of `stored`, a tensor
     /// of the parameter's optimizer state.
     ///
     /// For a sharded matrix without `whole` these are the elements of the shard, otherwise all
     /// elements. Returns `None` if the shape of `stored` does not fit the parameter.
-    pub(super) fn state_range(
+    pub(super) fn state_ranges(
         &self,
         stored: &TensorEntry,
         whole: bool,
-    ) -> Option<(Range<usize>, Vec<usize>)> {
+    ) -> Option<(Vec<Range<usize>>, Vec<usize>)> {
         let spec = self.spec;
         let sharded = matches!(spec.placement, Placement::Shard(_)) && !whole;
-        if sharded {
-            let range = stored_range(spec, stored, self.rank);
-            return (stored.shape == spec.shape).then(|| (range, spec.base_shape()));
+        if sharded || spec.split.is_some() {
+            let ranges = stored_ranges(spec, stored, self.rank);
+            return (stored.shape == spec.whole_shape()).then(|| (ranges, spec.base_shape()));
         }
         let first = first_element(spec, stored, self.rank);
         let fits = stored.shape.len() == spec.shape.len();
         let numel = stored.numel().filter(|_| fits)?;
-        Some((first..first + numel, stored.shape.clone()))
+        Some((vec![first..first + numel], stored.shape.clone()))
     }
 
     /// Returns whether this rank steps the parameter, and so has optimizer state of it.

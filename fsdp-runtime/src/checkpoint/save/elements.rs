@@ -10,6 +10,7 @@ use super::contents::{Checkpoint, SavedOptimizer};
 use super::per_rank::DifferingTensors;
 use super::sink::{PartBytes, Sink, TensorOwner, TensorPart};
 use super::written_range::{written_of_owned, written_of_param, written_of_replicated};
+use crate::checkpoint::manifest::SplitEntry;
 use crate::checkpoint::optimizer_state::{self, ParamState, StateNames, StateTensor};
 use crate::checkpoint::sharded_model::{LocalParam, ShardedModel, with_host_bytes};
 use crate::error::CheckpointError;
@@ -159,8 +160,24 @@ fn own_copy(
     differing: &DifferingTensors,
 ) -> Option<Written> {
     let own = spec.placement == Placement::PerRank && differing.contains(&owner.key());
+    let mesh = mesh.of_all_ranks();
     let first = mesh.rank.index() * numel;
     own.then(|| Written { copies: mesh.world.size(), range: first..first + numel, from: 0 })
+}
+
+/// Returns how a parameter is split among tensor parallel ranks, and the number of this rank's part.
+fn split_of(spec: &ParamSpec) -> Option<(SplitEntry, usize)> {
+    let split = spec.split?;
+    Some((SplitEntry { dim: split.dim, parts: split.parts }, split.part))
+}
+
+/// Returns the elements of a parameter's tensor that this rank writes, given those that it writes for its
+/// data parallel ranks: of a whole parameter none, but on the first of its tensor parallel ranks.
+fn of_tensor_rank(range: Range<usize>, spec: &ParamSpec, mesh: Mesh) -> Range<usize> {
+    match spec.split.is_some() || mesh.tensor_rank() == 0 {
+        true => range,
+        false => range.start..range.start,
+    }
 }
 
 /// Writes this rank's part of a parameter.
@@ -176,6 +193,7 @@ fn write_param(
     let own = own_copy(&owner, spec, spec.numel(), schedule.mesh(), differing);
     let Written { copies, range, from } = own.unwrap_or_else(|| {
         let range = written_of_param(schedule.mesh(), param.index, spec);
+        let range = of_tensor_rank(range, spec, schedule.mesh());
         let from = range.start.saturating_sub(spec.stored_range().start);
         Written { copies: 1, range, from }
     });
@@ -188,7 +206,8 @@ fn write_param(
             owner: owner.clone(),
             dtype,
             codes,
-            shape: spec.shape.clone(),
+            shape: spec.whole_shape(),
+            split: split_of(spec),
             copies,
             range: range.clone(),
             bytes: PartBytes::Borrowed(&bytes[from * size..(from + range.len()) * size]),
@@ -219,9 +238,9 @@ fn write_state(
         let Written { copies, range, from } =
             written_of_state(param, owner, &tensor, &owned_by, differing)?;
         // A shard's state is saved as part of a tensor of the full parameter's shape.
-        let shape = match owner {
-            None if tensor.shape == spec.base_shape() => spec.shape.clone(),
-            _ => tensor.shape,
+        let (shape, split) = match owner {
+            None if tensor.shape == spec.base_shape() => (spec.whole_shape(), split_of(spec)),
+            _ => (tensor.shape, None),
         };
         let size = tensor.dtype.size();
         let bytes = from * size..(from + range.len()) * size;
@@ -230,6 +249,7 @@ fn write_state(
             dtype: tensor.dtype,
             codes: None,
             shape,
+            split,
             copies,
             range,
             bytes: PartBytes::Copied(tensor.bytes, bytes),
@@ -275,11 +295,20 @@ fn written_of_state(
                 });
             }
             let range = written_of_param(mesh, param.index, spec);
+            let range = of_tensor_rank(range, spec, mesh);
             let from = range.start.saturating_sub(shard.start);
             Ok(Written { copies: 1, range, from })
         }
+        _ if spec.split.is_some() && tensor.shape != spec.base_shape() => {
+            Err(CheckpointError::NotElementwise {
+                tensor: name(),
+                expected: spec.base_shape(),
+                found: tensor.shape.clone(),
+            })
+        }
         _ => Ok(own_copy(owned_by, spec, numel, mesh, differing).unwrap_or_else(|| {
             let range = written_of_replicated(mesh, param.index, numel);
+            let range = of_tensor_rank(range, spec, mesh);
             Written { copies: 1, from: range.start, range }
         })),
     }

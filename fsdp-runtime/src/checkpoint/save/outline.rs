@@ -8,6 +8,7 @@ use crate::checkpoint::manifest::{
 };
 use crate::checkpoint::ranks::Ranks;
 use crate::checkpoint::sharded_model::ShardedModel;
+use crate::layout::WorldSize;
 use crate::param_group::plan::Key;
 use crate::param_group::{ParamSpec, Placement};
 
@@ -15,6 +16,9 @@ use crate::param_group::{ParamSpec, Placement};
 pub(super) fn outline(checkpoint: &Checkpoint<'_>, ranks: &Ranks) -> Manifest {
     let mut manifest = Manifest::new(ranks.mesh.world, checkpoint.progress);
     for (name, model) in &checkpoint.models {
+        if model.schedule().mesh().tensor_size() != WorldSize::ONE {
+            manifest.allow_splits();
+        }
         manifest.models.insert(name.clone(), model_outline(*model, ranks.index()));
     }
     for name in checkpoint.optimizers.keys() {
@@ -36,7 +40,11 @@ fn model_outline(model: &dyn ShardedModel, rank: usize) -> ModelEntry {
     });
     ModelEntry {
         strategy: schedule.strategy().to_string(),
-        mesh: MeshShape { replicate: mesh.replicas().size(), shard: mesh.shard_size().size() },
+        mesh: MeshShape {
+            replicate: mesh.replicas().size(),
+            shard: mesh.shard_size().size(),
+            tensor: mesh.tensor_size().size(),
+        },
         units: units.collect(),
         tensors: BTreeMap::new(),
         random: [(rank, RandomState { seed: random.seed(), step: random.step() })].into(),

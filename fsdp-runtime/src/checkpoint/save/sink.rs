@@ -6,8 +6,8 @@ use std::path::Path;
 use burn::tensor::{Bytes, DType};
 
 use crate::checkpoint::manifest::{
-    Dtype, Manifest, ParameterEntry, Piece, TensorEntry, model_tensor_name, optimizer_tensor_name,
-    rank_file_name,
+    Dtype, Manifest, ParameterEntry, Piece, SplitEntry, TensorEntry, model_tensor_name,
+    optimizer_tensor_name, rank_file_name,
 };
 use crate::checkpoint::rank_file::RankFileWriter;
 use crate::checkpoint::scalar::Scalars;
@@ -47,6 +47,8 @@ pub(super) struct TensorPart<'a> {
     pub(super) codes: Option<StorageType>,
     /// Full shape of one copy of the tensor.
     pub(super) shape: Vec<usize>,
+    /// How tensor parallel ranks have split the tensor, and the number of this rank's part.
+    pub(super) split: Option<(SplitEntry, usize)>,
     /// Number of copies of the tensor.
     pub(super) copies: usize,
     /// Range of elements, or words of codes, that this rank writes, counted over those of all copies.
@@ -125,13 +127,20 @@ impl Sink for FileSink {
         let Some(dtype) = Dtype::of(part.dtype) else {
             return Err(CheckpointError::UnsupportedDtype { tensor: key, dtype: part.dtype });
         };
-        let copies = part.copies;
-        let mut tensor =
-            TensorEntry { dtype, codes: part.codes, shape: part.shape, copies, pieces: Vec::new() };
+        let split = part.split.map(|(split, _)| split);
+        let mut tensor = TensorEntry {
+            dtype,
+            codes: part.codes,
+            shape: part.shape,
+            copies: part.copies,
+            split,
+            pieces: Vec::new(),
+        };
         if !part.range.is_empty() {
             let checksums = self.file.write(&key, dtype, part.bytes.as_slice())?;
             let (start, end) = (part.range.start, part.range.end);
-            tensor.pieces.push(Piece { file: self.rank, start, end, checksums });
+            let of = part.split.map_or(0, |(_, part)| part);
+            tensor.pieces.push(Piece { file: self.rank, part: of, start, end, checksums });
         }
         match part.owner {
             TensorOwner::Model { model, path } => {
@@ -166,8 +175,8 @@ impl Sink for MemorySink {
             }
             PartBytes::Copied(bytes, range) => PartBytes::Copied(bytes, range),
         };
-        let TensorPart { owner, dtype, codes, shape, copies, range, .. } = part;
-        self.parts.push(TensorPart { owner, dtype, codes, shape, copies, range, bytes });
+        let TensorPart { owner, dtype, codes, shape, split, copies, range, .. } = part;
+        self.parts.push(TensorPart { owner, dtype, codes, shape, split, copies, range, bytes });
         Ok(())
     }
 

@@ -14,9 +14,10 @@ use crate::checkpoint::disk::Disk;
 use crate::checkpoint::folder;
 use crate::checkpoint::io_error::io_error;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
-use crate::checkpoint::ranks::{Ranks, SAVE_WHOLE};
+use crate::checkpoint::ranks::Ranks;
+use crate::checkpoint::sharded_model::ShardedModel;
 use crate::checkpoint::state::State;
-use crate::error::{CheckpointError, Error};
+use crate::error::{CheckpointError, Error, ShardError};
 use crate::launch::Worker;
 use crate::module::FsdpModule;
 
@@ -99,7 +100,7 @@ pub(super) fn begin(
     root: Option<&CheckpointRoot>,
 ) -> Result<(PathBuf, DifferingTensors), Error> {
     for model in checkpoint.models.values() {
-        model.schedule().check_whole("a checkpoint of shards", SAVE_WHOLE)?;
+        check_codes(*model)?;
     }
     let all = ranks.exchange("the contents of a checkpoint", checkpoint.summary())?;
     for (rank, found) in ranks.mesh.world.ranks().zip(&all) {
@@ -113,6 +114,19 @@ pub(super) fn begin(
     let created = ranks.agree("a checkpoint's folder", created)?;
     let tmp = ranks.exchange("a checkpoint's folder", created)?[0].to_path_buf();
     Ok((tmp, differing))
+}
+
+/// Checks that no split matrix is stored in codes, which have no parts that another mesh could take.
+fn check_codes(model: &dyn ShardedModel) -> Result<(), ShardError> {
+    let params = model.schedule().units().iter().flat_map(|unit| &unit.params);
+    let mut coded = params.filter(|spec| spec.storage.is_coded() && spec.split.is_some());
+    match coded.next() {
+        Some(_) => {
+            let instead = "save the adapters with `save_adapters`, or store the base in bf16";
+            model.schedule().check_whole("a checkpoint of a base in codes", instead)
+        }
+        None => Ok(()),
+    }
 }
 
 fn create_temporary(

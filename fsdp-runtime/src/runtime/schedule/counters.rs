@@ -31,6 +31,8 @@ pub struct Counts {
     pub drains: usize,
     /// Drains that also took the buffers of tensors out of the queue of Burn's `fusion`.
     pub lowerings: usize,
+    /// Sums and gathers of activations and their gradients among tensor parallel ranks.
+    pub tensor_exchanges: usize,
     /// Gather buffers added because two units that share one were in use at the same time.
     pub added_gather_buffers: usize,
 }
@@ -47,6 +49,7 @@ pub(super) struct Counters {
     pub(super) mis_prefetches: AtomicUsize,
     pub(super) drains: AtomicUsize,
     pub(super) lowerings: AtomicUsize,
+    pub(super) tensor_exchanges: AtomicUsize,
     pub(super) added_gather_buffers: AtomicUsize,
     /// Backward passes after which whole gradients could have been compared.
     pub(super) whole_gradient_checks: AtomicUsize,
@@ -68,6 +71,7 @@ impl Counters {
             mis_prefetches: read(&self.mis_prefetches),
             drains: read(&self.drains),
             lowerings: read(&self.lowerings),
+            tensor_exchanges: read(&self.tensor_exchanges),
             added_gather_buffers: read(&self.added_gather_buffers),
         }
     }

@@ -8,6 +8,7 @@ use burn::tensor::{DispatchTensor, Slice};
 
 use super::super::autodiff::{Exchange, TensorRanks, exchange};
 use super::core::Schedule;
+use super::counters::count;
 use crate::backend::{Float, FloatTensor, ModelBackend, Raw, RawFloat, cast};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
@@ -55,6 +56,7 @@ impl<B: ModelBackend> Schedule<B> {
 
 impl<B: ModelBackend> TensorRanks<B> for Schedule<B> {
     fn sum(&self, tensor: Float<B>) -> Result<Float<B>, Error> {
+        count(&self.counters.tensor_exchanges);
         let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
         let value = self.lowered(tensor);
         let numel = shape.iter().product();
@@ -72,6 +74,7 @@ impl<B: ModelBackend> TensorRanks<B> for Schedule<B> {
     }
 
     fn join(&self, tensor: Float<B>) -> Result<Float<B>, Error> {
+        count(&self.counters.tensor_exchanges);
         let dim = tensor.shape().num_dims() - 1;
         Ok(B::raise(self.join_split(self.lowered(tensor), dim)?))
     }
