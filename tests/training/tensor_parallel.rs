@@ -373,6 +373,26 @@ fn sizes_that_cannot_be_split_are_named() {
     assert!(ranks[0].to_string().contains(expected), "{}", ranks[0]);
 }
 
+#[test]
+fn tensor_parallel_ranks_with_different_batches_are_an_error() {
+    let ranks = on_ranks(2, |worker| {
+        let options = FsdpOptions::new().with_seed(1).with_tensor_parallel(2);
+        let net = fully_shard(Net::new(false, worker.device()), worker, options)?;
+        // By the worker's rank, and by words alone: the table adds up what the ranks find.
+        let ids = ids(0, worker.rank().index()..worker.rank().index() + 1, worker.device());
+        let targets = ids.clone().narrow(1, 1, LENGTH).flatten(0, 1);
+        Ok(caught(|| net.forward_loss(ids.narrow(1, 0, LENGTH), targets)))
+    });
+    let expected = Error::from(ScheduleError::DifferentInputs);
+    assert_eq!(ranks, [Some(expected.clone()), Some(expected)]);
+}
+
+/// Returns the error that a forward unwinds with.
+fn caught<T>(forward: impl FnOnce() -> T) -> Option<Error> {
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(forward));
+    caught.err().map(|panic| *panic.downcast::<Error>().expect("a typed error"))
+}
+
 /// A norm between split layers without `shared`.
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]

@@ -7,6 +7,12 @@ use crate::layout::{Rank, StorageType};
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleError {
+    /// Tensor parallel ranks that take different batches.
+    #[error(
+        "tensor parallel ranks call a split layer with different inputs, but take the same batch: share the data \
+         by `stats().mesh().rank` of `stats().mesh().world`, not by the worker's rank"
+    )]
+    DifferentInputs,
     /// A whole parameter whose gradient differs between tensor parallel ranks.
     #[error(
         "`{path}` is whole on each tensor parallel rank, but its gradients differ: it is used with values that \

@@ -14,7 +14,7 @@ use burn::module::{
     Content, Devices, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
     ModuleVisitor, Param, Reparameterization, Reparameterizer,
 };
-use burn::tensor::{DType, Device, DispatchTensor, Tensor};
+use burn::tensor::{DType, Device, DispatchTensor, Int, Tensor};
 use fsdp_kernels::MaskSource;
 
 use super::adapter::{AdapterSettings, AttachedLora};
@@ -128,6 +128,8 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     fn split(&self, index: ParamIndex) -> Option<TensorSplit>;
     /// Returns whether tensor parallel ranks use the whole parameter with parts of other values.
     fn is_shared(&self, index: ParamIndex) -> bool;
+    /// Checks that tensor parallel ranks have equal digests of what they call a layer with.
+    fn check_tensor_inputs(&self, digest: &mut dyn FnMut() -> f64) -> Result<(), Error>;
     /// Returns a tensor that all tensor parallel ranks have, to be used with parts of matrices. Its gradient
     /// is summed over the ranks.
     fn share_with_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
@@ -201,6 +203,18 @@ impl Sharded {
     /// the whole.
     fn split(&self) -> Option<TensorSplit> {
         self.runtime.split(self.index)
+    }
+
+    /// Checks that tensor parallel ranks look up the same ids. Unwinds with the error if not.
+    pub(crate) fn check_ids<const D: usize>(&self, ids: &Tensor<D, Int>) {
+        let mut digest = || {
+            let data = ids.clone().into_data();
+            let number = |(at, id): (usize, f64)| id * (1.0 + (at % 97) as f64);
+            data.iter::<f64>().enumerate().map(number).sum()
+        };
+        if let Err(error) = self.runtime.check_tensor_inputs(&mut digest) {
+            raise(error);
+        }
     }
 
     /// Returns a tensor that all tensor parallel ranks have, to be used with parts of matrices.

@@ -52,6 +52,7 @@ impl Embedding {
         let Some((sharded, split)) = Sharded::split_of(&self.weight) else {
             return burn::tensor::module::embedding(table, ids);
         };
+        sharded.check_ids(&ids);
         let [own, _] = table.dims();
         let ids = ids.sub_scalar((split.part * own) as i64);
         let others = ids.clone().lower_elem(0).bool_or(ids.clone().greater_equal_elem(own as i64));

@@ -128,6 +128,7 @@ fn split_cross_entropy(
     targets: Tensor<1, Int>,
     options: &LinearCrossEntropyOptions,
 ) -> Tensor<1> {
+    ranks.check_ids(&targets);
     let ([rows, _], [own, _]) = (hidden.dims(), weight.dims());
     let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let hidden = ranks.share_with_tensor_ranks(hidden);

@@ -51,6 +51,8 @@ pub(super) struct Counters {
     pub(super) lowerings: AtomicUsize,
     pub(super) tensor_exchanges: AtomicUsize,
     pub(super) added_gather_buffers: AtomicUsize,
+    /// Inputs of split layers that could have been compared.
+    pub(super) input_checks: AtomicUsize,
     /// Backward passes after which whole gradients could have been compared.
     pub(super) whole_gradient_checks: AtomicUsize,
     unsharded_bytes: AtomicUsize,

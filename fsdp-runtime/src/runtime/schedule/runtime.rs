@@ -128,6 +128,10 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         self.param(index).1.is_shared
     }
 
+    fn check_tensor_inputs(&self, digest: &mut dyn FnMut() -> f64) -> Result<(), Error> {
+        self.check_inputs(digest)
+    }
+
     fn share_with_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
         self.exchange_tensor(Exchange::Shared, tensor)
     }

@@ -1,6 +1,7 @@
 //! Exchanges between tensor parallel ranks, in forward and backward.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
@@ -12,8 +13,11 @@ use super::counters::count;
 use crate::backend::{Float, FloatTensor, ModelBackend, Raw, RawFloat, cast};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
-use crate::error::Error;
+use crate::error::{Error, ScheduleError};
 use crate::layout::{UnitLayout, WorldSize};
+
+/// Inputs of split layers that tensor parallel ranks compare at the begin of a run.
+const CHECKED_INPUTS: usize = 64;
 
 impl<B: ModelBackend> Schedule<B> {
     /// Exchanges a tensor between the tensor parallel ranks, and records it where it is tracked.
@@ -23,6 +27,12 @@ impl<B: ModelBackend> Schedule<B> {
         tensor: DispatchTensor,
     ) -> Result<DispatchTensor, Error> {
         let Some(value) = B::from_dispatch(tensor.clone()) else { return Ok(tensor) };
+        if way == Exchange::Shared {
+            self.check_inputs(&mut || {
+                let data = Raw::<B>::to_data(self.lowered(value.clone().into_inner()));
+                data.iter::<f64>().map(|element| element * element).sum()
+            })?;
+        }
         let value = match value {
             FloatTensor::Plain(value) => FloatTensor::Plain(way.forward(self, value)?),
             FloatTensor::Autodiff(value, context) => {
@@ -30,6 +40,22 @@ impl<B: ModelBackend> Schedule<B> {
             }
         };
         Ok(B::into_dispatch(value))
+    }
+
+    /// Checks that tensor parallel ranks have equal digests of what they call a layer with, for the first
+    /// layers of a run.
+    pub(super) fn check_inputs(&self, digest: &mut dyn FnMut() -> f64) -> Result<(), Error> {
+        let Some(group) = &self.settings.groups.tensor else { return Ok(()) };
+        if self.counters.input_checks.fetch_add(1, Ordering::Relaxed) >= CHECKED_INPUTS {
+            return Ok(());
+        }
+        let (op, own) = (Op::new("all_gather", "inputs of split layers"), digest());
+        let all = self.comm.issue_on(group, move |group| group.exchange(&op, own)).wait()?;
+        let is_close = |other: &Arc<f64>| (**other - own).abs() <= 1e-4 * own.abs();
+        match own.is_finite() && !all.iter().all(is_close) {
+            true => Err(ScheduleError::DifferentInputs.into()),
+            false => Ok(()),
+        }
     }
 
     fn tensor_group(&self) -> &Arc<AnyProcessGroup> {
