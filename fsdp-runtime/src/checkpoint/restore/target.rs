@@ -1,5 +1,6 @@
 //! A parameter to load into, and the elements that this rank needs for it.
 
+use std::iter::once;
 use std::ops::Range;
 
 use burn::module::ParamId;
@@ -34,7 +35,7 @@ pub(super) fn stored_ranges(
     }
     let first = first_element(spec, stored, rank);
     let range = spec.stored_range();
-    vec![first + range.start..first + range.end]
+    once(first + range.start..first + range.end).collect()
 }
 
 /// Returns the index of the first element of the copy that a rank loads. This is copy 0 for a rank
@@ -66,7 +67,7 @@ impl Target<'_> {
         let first = first_element(spec, stored, self.rank);
         let fits = stored.shape.len() == spec.shape.len();
         let numel = stored.numel().filter(|_| fits)?;
-        Some((vec![first..first + numel], stored.shape.clone()))
+        Some((once(first..first + numel).collect(), stored.shape.clone()))
     }
 
     /// Returns whether this rank steps the parameter, and so has optimizer state of it.

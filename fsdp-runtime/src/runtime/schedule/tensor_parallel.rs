@@ -10,7 +10,7 @@ use burn::tensor::{DispatchTensor, Slice};
 use super::super::autodiff::{Exchange, TensorRanks, exchange};
 use super::core::Schedule;
 use super::counters::count;
-use crate::backend::{Float, FloatTensor, ModelBackend, Raw, RawFloat, cast};
+use crate::backend::{Float, FloatTensor, ModelBackend, Raw, RawFloat, ShardBackend, cast};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::{Error, ScheduleError};
@@ -29,7 +29,8 @@ impl<B: ModelBackend> Schedule<B> {
         let Some(value) = B::from_dispatch(tensor.clone()) else { return Ok(tensor) };
         if way == Exchange::Shared {
             self.check_inputs(&mut || {
-                let data = Raw::<B>::to_data(self.lowered(value.clone().into_inner()));
+                let Some(value) = B::from_dispatch(tensor.clone()) else { return 0.0 };
+                let data = Raw::<B>::to_data(self.lowered(value.into_inner()));
                 data.iter::<f64>().map(|element| element * element).sum()
             })?;
         }
