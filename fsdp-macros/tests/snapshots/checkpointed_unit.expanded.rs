@@ -18,6 +18,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],

@@ -24,6 +24,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Embedding as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -32,6 +33,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Positions as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -40,6 +42,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Option<Embedding> as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],
@@ -105,6 +108,11 @@ const _: () = {
         "word.weight",
         "position.weight",
     );
+    const _: () = __fsdp::are_split_alike(
+        __FSDP_LAYOUT,
+        "word.weight",
+        "position.weight",
+    );
 };
 #[derive(Module, FsdpModule, Debug)]
 pub struct Pair(Linear, usize, #[fsdp(key = "second")] Linear);
@@ -125,6 +133,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -133,6 +142,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],

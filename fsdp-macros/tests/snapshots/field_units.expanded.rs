@@ -20,6 +20,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -28,6 +29,7 @@ const _: () = {
                     transposed: false,
                     unit: true,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -36,6 +38,7 @@ const _: () = {
                     transposed: false,
                     unit: true,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &__fsdp::LEAF,
                 },
             ],

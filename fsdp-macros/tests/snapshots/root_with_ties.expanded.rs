@@ -21,6 +21,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Embeddings as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -29,6 +30,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Vec<Block> as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -37,6 +39,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -45,6 +48,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],
@@ -128,7 +132,9 @@ const _: () = {
     const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "embeddings.word");
     const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "decoder");
     const _: () = __fsdp::lie_in_one_unit(__FSDP_LAYOUT, "embeddings.word", "decoder");
+    const _: () = __fsdp::are_split_alike(__FSDP_LAYOUT, "embeddings.word", "decoder");
     const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "head");
     const _: () = __fsdp::leads_to_a_weight(__FSDP_LAYOUT, "decoder");
     const _: () = __fsdp::lie_in_one_unit(__FSDP_LAYOUT, "head", "decoder");
+    const _: () = __fsdp::are_split_alike(__FSDP_LAYOUT, "head", "decoder");
 };

@@ -15,6 +15,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Embeddings as __fsdp::FsdpModule>::LAYOUT,
                 },
                 __fsdp::Child {
@@ -23,6 +24,7 @@ const _: () = {
                     transposed: false,
                     unit: false,
                     group: ::core::option::Option::None,
+                    split: ::core::option::Option::None,
                     node: &<Linear as __fsdp::FsdpModule>::LAYOUT,
                 },
             ],
