@@ -363,7 +363,7 @@ fn every_kind_of_damage_has_an_error_that_names_the_file() {
         fs::write(file, text.replace("\"version\":3,", "\"version\":7,\"new\":[],")).unwrap();
     });
     assert!(
-        matches!(later, CheckpointError::LaterVersion { found: 7, supported: 3, .. }),
+        matches!(later, CheckpointError::LaterVersion { found: 7, supported: 4, .. }),
         "{later}"
     );
 

@@ -85,7 +85,7 @@ macro_rules! option_rows {
     #[serde(default = "one")]
     pub(crate) tensor_parallel(with_tensor_parallel): plain(usize) = 1, {
         help: "Number of ranks that have a part of each split matrix",
-        default: "1: nothing is split",
+        default: "1",
         range: "a divisor of the number of ranks",
         keys: Keys::InFile(&[
             key("parallelism_config_tp_size", "N", "Number of tensor parallel ranks"),

@@ -8,8 +8,8 @@ use crate::layout::Mesh;
 use crate::module::FsdpModule;
 use crate::options::{ActivationCheckpointing, FsdpOptions, OffloadPolicy};
 use crate::param_group::memory::MemoryForecast;
-use crate::param_group::plan::ModelPlan;
 use crate::param_group::plan::shape::ModelShape;
+use crate::param_group::plan::{ModelPlan, gathers};
 use crate::param_group::{ParamSpec, Unit};
 use crate::plan::rehearsal::{Action, Rehearsal};
 use crate::runtime::schedule::Counts;
@@ -105,10 +105,14 @@ impl StepPlan {
         }
     }
 
-    /// Plans for a GPU a module that lies on Flex: two reductions may run at a time by default.
+    /// Plans for a GPU a module that lies on Flex: two reductions may run at a time by default, and one rank
+    /// computes with f32 parameters where they are.
     #[must_use]
     pub fn for_gpu(mut self) -> Self {
         self.kind = DeviceKind::Cuda;
+        for unit in &mut self.units {
+            unit.gathers = gathers(&unit.params, self.mesh, &self.options, self.kind);
+        }
         self.timing = Timing::new(&self.units, &self.options, self.kind);
         self
     }

@@ -19,3 +19,4 @@ mod wrapped_units;
 
 pub(crate) use self::found::{IgnoredParam, Key, SHARDED};
 pub(crate) use self::model::ModelPlan;
+pub(crate) use self::unit_builder::gathers;

@@ -42,8 +42,7 @@ impl<'a> UnitBuilder<'a> {
         let layout = self.layout(mesh);
         let common = self.common_dtype(&layout);
         let entries = self.param_specs(&layout, common, mesh);
-        let gathers = entries.iter().any(ParamSpec::is_sharded)
-            && !self.computes_with_shards(&entries, mesh, kind);
+        let gathers = gathers(&entries, mesh, self.options, kind);
         let (ty, path) = (self.unit.unit_type, &*self.unit.path);
         let casts_outputs = self.unit.level == 0 || self.options.has_own_policy(ty, path);
         let control = UnitControl {
@@ -71,22 +70,6 @@ impl<'a> UnitBuilder<'a> {
             group,
             control,
         })
-    }
-
-    /// Returns whether the unit computes with its shards where they are: each one is a whole
-    /// parameter, in the dtype and on the device that computes.
-    ///
-    /// On Flex a unit is gathered all the same if debug assertions are on: a parameter that is read outside of
-    /// its unit's forward and backward then shows on one rank as well.
-    fn computes_with_shards(&self, entries: &[ParamSpec], mesh: Mesh, kind: DeviceKind) -> bool {
-        let computed = |entry: &ParamSpec| {
-            let is_f32 = entry.dtype == DType::F32 && entry.sent() == StorageType::F32;
-            !entry.is_sharded() || is_f32
-        };
-        mesh.shard_size() == WorldSize::ONE
-            && self.options.offload == OffloadPolicy::None
-            && (kind != DeviceKind::Flex || !cfg!(debug_assertions))
-            && entries.iter().all(computed)
     }
 
     /// Lays out the matrices of the unit in flat ranges.
@@ -188,4 +171,26 @@ impl<'a> UnitBuilder<'a> {
         };
         self.params.iter().map(spec).collect()
     }
+}
+
+/// Returns whether the parameters of a unit are gathered. Those of a unit that computes with its shards where
+/// they are need not be: each one is a whole parameter, in the dtype and on the device that computes.
+///
+/// On Flex a unit is gathered all the same if debug assertions are on: a parameter that is read outside of
+/// its unit's forward and backward then shows on one rank as well.
+pub(crate) fn gathers(
+    entries: &[ParamSpec],
+    mesh: Mesh,
+    options: &FsdpOptions,
+    kind: DeviceKind,
+) -> bool {
+    let computed = |entry: &ParamSpec| {
+        let is_f32 = entry.dtype == DType::F32 && entry.sent() == StorageType::F32;
+        !entry.is_sharded() || is_f32
+    };
+    let computes_with_shards = mesh.shard_size() == WorldSize::ONE
+        && options.offload == OffloadPolicy::None
+        && (kind != DeviceKind::Flex || !cfg!(debug_assertions))
+        && entries.iter().all(computed);
+    entries.iter().any(ParamSpec::is_sharded) && !computes_with_shards
 }
