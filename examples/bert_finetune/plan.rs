@@ -19,7 +19,7 @@ const LOOKUPS: [&str; 3] =
 /// If the inputs cannot be read, the model cannot be sharded, or a page cannot be written.
 pub fn text(cli: &Cli, settings: &LaunchSettings) -> Result<String> {
     let job = Job::new(cli, settings)?;
-    let (model, options) = unsharded(&job, &settings.device.resolve()?)?;
+    let (model, options) = unsharded(&job, &settings.device.resolve()?.autodiff())?;
     let (hidden, heads) = (job.config.hidden_size, job.config.num_attention_heads);
     let length = job.recipe.max_length;
     cli.plan.text("bert_finetune", Batch::new(job.recipe.batch_size, length), |mesh| {

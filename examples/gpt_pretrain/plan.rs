@@ -14,7 +14,7 @@ use crate::job::Setup;
 /// If the model cannot be sharded as the arguments ask, or a page cannot be written.
 pub fn text(cli: &Cli) -> Result<String> {
     let setup = Setup::new(cli)?;
-    let device = cli.ranks.device.resolve()?;
+    let device = cli.ranks.device.resolve()?.autodiff();
     let model = setup.model(&device)?;
     let Arch { width, heads, .. } = setup.arch;
     let batches = setup.recipe.update_freq.first().copied().unwrap_or(1);

@@ -27,7 +27,7 @@ impl Planned {
     ///
     /// If no linear layer has the name of an adapter's target.
     pub fn new(config: ModelConfig, cli: &Cli, settings: &LaunchSettings) -> Result<Self> {
-        let device = settings.device.resolve()?;
+        let device = settings.device.resolve()?.autodiff();
         let (lora, length) =
             (cli.lora.resolve(&[])?, cli.max_length(config.max_position_embeddings));
         let model = config.init(length, &device);
