@@ -343,8 +343,9 @@ fn flags_that_ask_for_something_else_are_refused_with_the_reason() {
     let fp8 = Fsdp::script(&["-n", "1", "--mixed_precision", "fp8"], "true").run();
     assert_eq!(fp8.code, Some(1), "{fp8:#?}");
     assert!(fp8.stderr.contains("`mixed_precision: fp8` is not supported"), "{fp8:#?}");
-    let tensor = Fsdp::script(&["-n", "2", "--parallelism_config_tp_size", "2"], "true").run();
-    assert!(tensor.stderr.contains("only data parallel training is supported"), "{tensor:#?}");
+    let context = Fsdp::script(&["-n", "2", "--parallelism_config_cp_size", "2"], "true").run();
+    let expected = "only data and tensor parallel training are supported";
+    assert!(context.stderr.contains(expected), "{context:#?}");
 }
 
 /// The list above has every flag of the Accelerate that is installed, if one is.

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DispatchTensor, Slice};
+use burn::tensor::{DispatchTensor, Shape, Slice};
 
 use super::super::autodiff::{Exchange, TensorRanks, exchange};
 use super::core::Schedule;
@@ -66,13 +66,17 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Returns the parts of all tensor parallel ranks, joined along a dimension.
     pub(super) fn join_split(&self, part: RawFloat<B>, dim: usize) -> Result<RawFloat<B>, Error> {
-        let op = Op::new("all_gather", "the parts of tensor parallel ranks")
-            .of(part.shape().num_elements());
+        let (shape, numel) = (part.shape(), part.shape().num_elements());
+        let op = Op::new("all_gather", "the parts of tensor parallel ranks").of(numel);
         let device = self.device.clone();
+        // Groups gather flat tensors.
+        let flat = Raw::<B>::float_reshape(part, Shape::from([numel]));
         let parts = self.issue(self.tensor_group(), move |group| {
-            ProcessGroup::<Raw<B>>::all_gather_one(group, &op, &device, Some(part))
+            ProcessGroup::<Raw<B>>::all_gather_one(group, &op, &device, Some(flat))
         });
-        Ok(Raw::<B>::float_cat(parts.wait()?.into_iter().flatten().collect(), dim))
+        let parts = parts.wait()?.into_iter().flatten();
+        let parts = parts.map(|part| Raw::<B>::float_reshape(part, shape.clone()));
+        Ok(Raw::<B>::float_cat(parts.collect(), dim))
     }
 
     fn lowered(&self, tensor: Float<B>) -> RawFloat<B> {
