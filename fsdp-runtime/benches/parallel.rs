@@ -169,7 +169,9 @@ fn round(cli: &Cli, tensor: usize) -> Round {
     });
     let ranks = ranks.unwrap_or_else(|error| panic!("{tensor} tensor parallel ranks: {error}"));
     let slowest = |step: usize| ranks.iter().map(|(seconds, ..)| seconds[step]).fold(0.0, f64::max);
-    ((0..ranks[0].0.len()).map(slowest).collect(), ranks[0].1, ranks[0].2)
+    // Each rank counts its own rows.
+    let loss = ranks.iter().map(|(_, loss, _)| loss).sum::<f64>() / ranks.len() as f64;
+    ((0..ranks[0].0.len()).map(slowest).collect(), loss, ranks[0].2)
 }
 
 fn main() {
