@@ -2,9 +2,11 @@
 
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::nn::{Embedding, EmbeddingConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
-use fsdp_runtime::nn::{LayerNorm, LayerNormConfig, gelu, softmax};
+use fsdp_runtime::nn::{
+    AttentionOptions, LayerNorm, LayerNormConfig, Linear, LinearActivation, LinearConfig, attention,
+};
 use fsdp_runtime::options::MixedPrecisionPolicy;
 use fsdp_runtime::prelude::*;
 
@@ -62,13 +64,14 @@ impl Layer {
         let [tokens, hidden] = x.dims();
         let (batch, width) = (tokens / length, hidden / self.heads);
         let heads = |x: Tensor<2>| x.reshape([batch, length, self.heads, width]).swap_dims(1, 2);
-        let query = heads(self.query.forward(x.clone())) / (width as f64).sqrt();
-        let scores = query.matmul(heads(self.key.forward(x.clone())).transpose());
-        let context = softmax(scores, 3).matmul(heads(self.value.forward(x.clone())));
-        let context = context.swap_dims(1, 2).reshape([tokens, hidden]);
-        let x = self.norm1.forward(x + self.output.forward(context));
-        let inner = self.down.forward(gelu(self.up.forward(x.clone())));
-        self.norm2.forward(x + inner)
+        let layers = [&self.query, &self.key, &self.value];
+        let [query, key, value] = Linear::forward_each(layers, x.clone()).map(heads);
+        let context = attention(query, key, value, AttentionOptions::new());
+        let context = self.output.forward(context.swap_dims(1, 2).reshape([tokens, hidden]));
+        let (_, x) = self.norm1.forward_residual(x, context);
+        let inner = self.up.forward_activated(x.clone(), LinearActivation::Gelu);
+        let (_, x) = self.norm2.forward_residual(x, self.down.forward(inner));
+        x
     }
 }
 

@@ -119,6 +119,12 @@ pub trait Kernels: Backend {
         Self::float_matmul(a, b)
     }
 
+    /// Returns whether [`product`](Self::product) on the device is an implementation of this crate. Elsewhere
+    /// it is Burn's, whose operations may be fused if its tensors are not lowered before.
+    fn has_product(device: &Self::Device) -> bool {
+        Self::by_library(device)
+    }
+
     /// Returns whether products on the device are calls of a library of matrix products, which add a bias as
     /// they write.
     fn by_library(_device: &Self::Device) -> bool {

@@ -62,6 +62,11 @@ fn slice_mut<E: KernelFloat>(tensor: &mut FlexTensor) -> &mut [E] {
 /// Computes one mean of [`Kernels::rank_means`].
 fn rank_mean(mean: RankMean<FlexTensor>) -> FlexTensor {
     let RankMean { parts, divisor, shape } = mean;
+    if let ([(part, 0)], 1) = (&parts[..], divisor)
+        && is_whole(part, &shape)
+    {
+        return part.reshape(shape);
+    }
     let parts: Vec<_> = parts.into_iter().map(|(part, start)| (contiguous(part), start)).collect();
     with_float_type!(parts[0].0.dtype(), |I| {
         let parts: Vec<&[I]> =
@@ -72,6 +77,15 @@ fn rank_mean(mean: RankMean<FlexTensor>) -> FlexTensor {
             loops::mean(&parts, sums, divisor as f32)
         })
     })
+}
+
+/// Returns whether a tensor is contiguous, of f32, and has as many elements as the shape and its memory.
+fn is_whole(tensor: &FlexTensor, shape: &Shape) -> bool {
+    let numel = shape.num_elements();
+    tensor.dtype() == DType::F32
+        && tensor.is_contiguous()
+        && tensor.shape().num_elements() == numel
+        && tensor.bytes().len() == numel * size_of::<f32>()
 }
 
 /// Copies elements `range` of a contiguous tensor: divided in f32 by `divisor` if there is one,
@@ -277,6 +291,19 @@ impl Kernels for Flex {
     fn column_sums(matrix: FlexTensor) -> FlexTensor {
         let matrix = contiguous(matrix);
         with_float_type!(matrix.dtype(), |E| linear::column_sums::<E>(&matrix))
+    }
+
+    fn product([a, b]: [FlexTensor; 2], dtype: DType) -> FlexTensor {
+        let is_matrix = |tensor: &FlexTensor| tensor.shape().num_dims() == 2;
+        if is_matrix(&a) && [a.dtype(), b.dtype(), dtype].into_iter().all(takes) {
+            return product::product([&a, &b], dtype);
+        }
+        let [a, b] = [a, b].map(|tensor| Self::float_cast(tensor, dtype.into()));
+        Self::float_matmul(a, b)
+    }
+
+    fn has_product(_: &FlexDevice) -> bool {
+        true
     }
 
     fn add_product(target: FlexTensor, [a, b]: [FlexTensor; 2]) -> FlexTensor {

@@ -1,6 +1,19 @@
-//! Products of small matrices, on the kernel that Flex itself uses (crate `gemm`).
+//! Products of matrices, on the kernel that Flex itself uses (crate `gemm`).
+//!
+//! A product is written to memory that nothing wrote before. Burn's product of Flex fills its memory with
+//! zeros and copies it to aligned memory first.
 
+use std::borrow::Cow;
+use std::ops::Range;
+
+use burn::backend::TensorMetadata;
 use burn::backend::flex::FlexTensor;
+use burn::tensor::{DType, Shape, TensorData};
+use rayon::prelude::*;
+
+use super::float::{KernelFloat, with_float_type};
+use super::loops::convert;
+use super::new_tensor::{TASK, Uninit, new_tensor};
 
 /// A matrix in memory: element (r, c) is at `r · row_stride + c · column_stride`.
 #[derive(Clone, Copy)]
@@ -23,6 +36,21 @@ impl<'a> Matrix<'a> {
         Self { elements, rows, columns, row_stride: stride, column_stride: 1 }
     }
 
+    /// Returns the rows in the range, which is not empty.
+    fn rows(self, rows: Range<usize>) -> Self {
+        Self { elements: &self.elements[rows.start * self.row_stride..], rows: rows.len(), ..self }
+    }
+
+    /// Returns the elements of each row.
+    ///
+    /// # Panics
+    ///
+    /// If the elements of a row are not consecutive.
+    pub(super) fn iter_rows(self) -> impl Iterator<Item = &'a [f32]> {
+        assert_eq!(self.column_stride, 1, "rows of consecutive elements");
+        (0..self.rows).map(move |row| &self.elements[row * self.row_stride..][..self.columns])
+    }
+
     /// Returns the transposed matrix, of the same elements.
     pub(super) fn transposed(self) -> Self {
         Self {
@@ -41,14 +69,105 @@ impl<'a> Matrix<'a> {
 ///
 /// If a stride is negative.
 pub(super) fn matrix(tensor: &FlexTensor) -> Matrix<'_> {
-    let layout = tensor.layout();
-    let stride = |at: usize| usize::try_from(layout.strides()[at]).expect("strides of a matrix");
-    let [rows, columns] = layout.shape().dims();
-    let (row_stride, column_stride) = (stride(0), stride(1));
-    let elements = &tensor.storage::<f32>()[layout.start_offset()..];
-    let last = rows.saturating_sub(1) * row_stride + columns.saturating_sub(1) * column_stride;
-    assert!(rows * columns == 0 || last < elements.len(), "a matrix exceeds its tensor");
+    strided(tensor, memory(tensor))
+}
+
+/// Returns the memory between the first and the last element of a tensor with two dimensions.
+///
+/// # Panics
+///
+/// If a stride is negative.
+fn memory<E: KernelFloat>(tensor: &FlexTensor) -> &[E] {
+    let ([rows, columns], [row_stride, column_stride]) = (tensor.shape().dims(), strides(tensor));
+    let elements = &tensor.storage::<E>()[tensor.layout().start_offset()..];
+    if rows * columns == 0 {
+        return &[];
+    }
+    &elements[..=(rows - 1) * row_stride + (columns - 1) * column_stride]
+}
+
+fn strides(tensor: &FlexTensor) -> [usize; 2] {
+    let strides = tensor.layout().strides();
+    [0, 1].map(|at| usize::try_from(strides[at]).expect("strides of a matrix"))
+}
+
+/// Returns the matrix with the shape and the strides of `tensor` in `elements`, as many as [`memory`] has.
+fn strided<'a>(tensor: &FlexTensor, elements: &'a [f32]) -> Matrix<'a> {
+    let ([rows, columns], [row_stride, column_stride]) = (tensor.shape().dims(), strides(tensor));
     Matrix { elements, rows, columns, row_stride, column_stride }
+}
+
+/// Implements [`Kernels::product`](crate::Kernels::product) for matrices of f32, bf16 and f16. Sums are in
+/// f32.
+pub(super) fn product([a, b]: [&FlexTensor; 2], dtype: DType) -> FlexTensor {
+    let [a, b] = [a, b].map(Wide::new);
+    let [a, b] = [a.matrix(), b.matrix()];
+    let shape = Shape::from([a.rows, b.columns]);
+    let sums = new_product([a, b]);
+    if dtype == DType::F32 {
+        return FlexTensor::from_data(TensorData::new(sums, shape));
+    }
+    with_float_type!(dtype, |E| new_tensor(shape, |at, part: &mut Uninit<E>| {
+        convert(&sums[at..][..part.len()], part)
+    }))
+}
+
+/// Returns the elements of `a · b`.
+fn new_product([a, b]: [Matrix<'_>; 2]) -> Vec<f32> {
+    let numel = a.rows * b.columns;
+    let mut sums = Vec::with_capacity(numel);
+    let target = &mut sums.spare_capacity_mut()[..numel];
+    multiply_into(Threads::Pool, (target, b.columns), false, 1.0, [a, b]);
+    // SAFETY: a product that is not added writes all its elements.
+    unsafe { sums.set_len(numel) };
+    sums
+}
+
+/// A matrix as f32.
+struct Wide<'a> {
+    tensor: Cow<'a, FlexTensor>,
+    /// The elements of its memory, unless they are f32.
+    elements: Option<Vec<f32>>,
+}
+
+impl<'a> Wide<'a> {
+    /// Returns the matrix of a tensor of f32, bf16 or f16 with two dimensions.
+    fn new(tensor: &'a FlexTensor) -> Self {
+        let is_wide = tensor.dtype() == DType::F32;
+        // A matrix of few columns of a larger one has more memory than elements.
+        let has_gaps = |tensor: &FlexTensor| {
+            let extent = tensor.shape().dims::<2>().into_iter().zip(strides(tensor));
+            let extent: usize = extent.map(|(size, stride)| (size.max(1) - 1) * stride).sum();
+            extent >= 2 * tensor.shape().num_elements()
+        };
+        let tensor = match !is_wide && has_gaps(tensor) {
+            true => Cow::Owned(tensor.to_contiguous()),
+            false => Cow::Borrowed(tensor),
+        };
+        let elements =
+            (!is_wide).then(|| with_float_type!(tensor.dtype(), |E| widened(memory::<E>(&tensor))));
+        Self { tensor, elements }
+    }
+
+    fn matrix(&self) -> Matrix<'_> {
+        match &self.elements {
+            Some(elements) => strided(&self.tensor, elements),
+            None => matrix(&self.tensor),
+        }
+    }
+}
+
+/// Returns the elements as f32, converted on all threads of the current pool.
+fn widened<E: KernelFloat>(elements: &[E]) -> Vec<f32> {
+    let mut wide = Vec::with_capacity(elements.len());
+    let target = &mut wide.spare_capacity_mut()[..elements.len()];
+    let parts = target.par_chunks_mut(TASK).zip(elements.par_chunks(TASK));
+    parts.for_each(|(target, elements)| {
+        convert(elements, target);
+    });
+    // SAFETY: `convert` wrote every element of each part.
+    unsafe { wide.set_len(elements.len()) };
+    wide
 }
 
 /// Checks that a matrix of contiguous rows lies within `len` elements.
@@ -78,26 +197,123 @@ pub(super) fn multiply(
     (target, stride): (&mut [f32], usize),
     adds: bool,
     scale: f32,
+    factors: [Matrix<'_>; 2],
+) {
+    // SAFETY: `MaybeUninit<f32>` has the layout of f32, and a product writes only numbers.
+    let target = unsafe { &mut *(std::ptr::from_mut(target) as *mut Uninit<f32>) };
+    multiply_into(threads, (target, stride), adds, scale, factors);
+}
+
+/// Computes [`multiply`]. The rows of `target` may be uninitialised if `adds` is false.
+fn multiply_into(
+    threads: Threads,
+    (target, stride): (&mut Uninit<f32>, usize),
+    adds: bool,
+    scale: f32,
     [a, b]: [Matrix<'_>; 2],
 ) {
     assert_eq!(a.columns, b.rows, "the inner sizes of a product");
     check_len(target.len(), [a.rows, b.columns], stride);
-    let [stride, a_rows, a_columns, b_rows, b_columns] =
-        [stride, a.row_stride, a.column_stride, b.row_stride, b.column_stride]
-            .map(|stride| stride as isize);
-    let threads = match threads {
-        Threads::One => gemm::Parallelism::None,
-        Threads::Pool => gemm::Parallelism::Rayon(0),
+    let target = Target { start: target.as_mut_ptr().cast(), stride };
+    let [part_rows, part_columns] = match threads {
+        Threads::One => [a.rows, b.columns],
+        Threads::Pool => part_shape(rayon::current_num_threads(), a, b),
     };
-    // SAFETY: `check_len` checked that the target holds the result, and the constructors of `Matrix` that
-    // its elements hold the matrix; transposing keeps the set of positions. The target is borrowed
-    // mutably, so it overlaps neither factor.
+    if [part_rows, part_columns] == [a.rows, b.columns] {
+        // SAFETY: `check_len` checked that the target holds the result. It is borrowed mutably.
+        unsafe { multiply_part(target, adds, scale, [a, b]) };
+        return;
+    }
+    let row_starts = (0..a.rows).step_by(part_rows);
+    let starts = |row| (0..b.columns).step_by(part_columns).map(move |column| [row, column]);
+    let parts: Vec<[usize; 2]> = row_starts.flat_map(starts).collect();
+    parts.into_par_iter().for_each(|[row, column]| {
+        let a = a.rows(row..(row + part_rows).min(a.rows));
+        let columns = column..(column + part_columns).min(b.columns);
+        let b = b.transposed().rows(columns).transposed();
+        // SAFETY: as above. Parts of the target have no element in common.
+        unsafe { multiply_part(target.part(row, column), adds, scale, [a, b]) };
+    });
+}
+
+/// Rows of a product in memory.
+#[derive(Clone, Copy)]
+struct Target {
+    start: *mut f32,
+    /// Elements from one row to the next.
+    stride: usize,
+}
+
+// SAFETY: the functions that write to a target say which elements nothing else may use.
+unsafe impl Send for Target {}
+// SAFETY: as above.
+unsafe impl Sync for Target {}
+
+impl Target {
+    /// Returns the target from an element on.
+    fn part(self, row: usize, column: usize) -> Self {
+        Self { start: self.start.wrapping_add(row * self.stride + column), ..self }
+    }
+}
+
+/// Multiplications of a part of a product that pay for a task of the thread pool.
+const PART: usize = 1 << 21;
+
+/// Multiplications that take as long as it takes to pack an element of a factor for the kernel.
+const PACKING: usize = 44;
+
+/// Returns the numbers of rows and columns of the parts that as many threads compute.
+///
+/// Each thread packs the rows of `a` and the columns of `b` of its part. The crate `gemm` can use threads
+/// too: they wait for each other many times in one product, and the speed on two threads is 0.6 to 0.9 of
+/// that of two parts.
+fn part_shape(threads: usize, a: Matrix<'_>, b: Matrix<'_>) -> [usize; 2] {
+    let (rows, columns) = (a.rows, b.columns);
+    let parts = threads.min(rows * columns * a.columns / PART).max(1);
+    let shape = |of_rows: usize| {
+        let part = |size: usize, parts: usize, step: usize| {
+            size.div_ceil(parts).next_multiple_of(step).min(size)
+        };
+        // The kernels of `gemm` compute 6 rows and up to 64 columns at once.
+        [part(rows, of_rows, 6), part(columns, parts / of_rows, 64)]
+    };
+    let cost = |[rows, columns]: &[usize; 2]| rows * columns + PACKING * (rows + columns);
+    let shapes = (1..=parts).map(shape);
+    let kept = shapes.filter(|&[part_rows, part_columns]| {
+        keeps_bits([last(rows, part_rows), last(columns, part_columns)])
+    });
+    kept.min_by_key(cost).unwrap_or([rows, columns])
+}
+
+/// Returns the size of the last part.
+fn last(size: usize, part: usize) -> usize {
+    size - (size - 1) / part * part
+}
+
+/// Returns whether a part of this shape adds the terms of an element in the order in which a larger product
+/// adds them. The crate `gemm` has other orders for vectors, for up to 256 elements, and for up to 64 rows
+/// and columns.
+fn keeps_bits([rows, columns]: [usize; 2]) -> bool {
+    rows > 1 && columns > 1 && rows * columns > 256 && (rows > 64 || columns > 64)
+}
+
+/// Writes a product, or adds it, on the calling thread.
+///
+/// # Safety
+///
+/// The rows of the target lie in memory that nothing else uses. They are initialised if `adds` is true.
+unsafe fn multiply_part(target: Target, adds: bool, scale: f32, [a, b]: [Matrix<'_>; 2]) {
+    let [stride, a_rows, a_columns, b_rows, b_columns] =
+        [target.stride, a.row_stride, a.column_stride, b.row_stride, b.column_stride]
+            .map(|stride| stride as isize);
+    // SAFETY: as the caller promises, for the target. The constructors of `Matrix` checked that its elements
+    // hold the matrix; transposing keeps the set of positions.
     unsafe {
         gemm::gemm(
             a.rows,
             b.columns,
             a.columns,
-            target.as_mut_ptr(),
+            target.start,
             1,
             stride,
             adds,
@@ -112,7 +328,66 @@ pub(super) fn multiply(
             false,
             false,
             false,
-            threads,
+            gemm::Parallelism::None,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn elements(len: usize) -> Vec<f32> {
+        (0..len).map(|at| ((at * 7919) % 1013) as f32 * 0.001 - 0.5).collect()
+    }
+
+    /// Returns the product of matrices of these sizes, computed by as many threads, added to ones.
+    fn product_of(
+        [rows, inner, columns]: [usize; 3],
+        threads: usize,
+        transposed: bool,
+    ) -> Vec<f32> {
+        let (a, b) = (elements(rows * inner), elements(inner * columns));
+        let matrix = |elements, [rows, columns]: [usize; 2]| match transposed {
+            true => Matrix::new(elements, [columns, rows], rows).transposed(),
+            false => Matrix::new(elements, [rows, columns], columns),
+        };
+        let factors = [matrix(&a, [rows, inner]), matrix(&b, [inner, columns])];
+        // Rows of the target are farther apart than they are long.
+        let mut target = vec![1f32; rows * (columns + 3)];
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+        pool.install(|| multiply(Threads::Pool, (&mut target, columns + 3), true, 0.5, factors));
+        target
+    }
+
+    #[test]
+    fn parts_have_the_bits_of_the_whole() {
+        for sizes in
+            [[130, 700, 200], [1, 900, 9000], [2500, 900, 7], [66, 1200, 130], [3, 20_000, 70]]
+        {
+            for transposed in [false, true] {
+                let whole = product_of(sizes, 1, transposed);
+                for threads in [2, 3, 8] {
+                    let parts = product_of(sizes, threads, transposed);
+                    assert_eq!(parts, whole, "{sizes:?} on {threads} threads");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn parts_cover_the_product_and_are_no_more_than_threads() {
+        for [rows, columns] in [[256, 768], [768, 3072], [7, 50_257], [5000, 3]] {
+            let a = Matrix { elements: &[], rows, columns: 4096, row_stride: 0, column_stride: 0 };
+            let b = Matrix { rows: 4096, columns, ..a };
+            for threads in [1, 2, 6, 16] {
+                let [of_rows, of_columns] = part_shape(threads, a, b);
+                let parts = rows.div_ceil(of_rows) * columns.div_ceil(of_columns);
+                assert!((1..=threads).contains(&parts), "{parts} parts on {threads} threads");
+            }
+        }
+        let small =
+            Matrix { elements: &[], rows: 100, columns: 8, row_stride: 0, column_stride: 0 };
+        assert_eq!(part_shape(8, small, small.transposed()), [100, 100]);
     }
 }

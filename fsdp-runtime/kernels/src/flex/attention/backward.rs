@@ -8,8 +8,8 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::forward::{drop_weights, split_hidden};
-use super::problem::{Head, KEYS, Problem, QUERIES, STRIDE, Sizes, Tile, matrix, rows};
-use super::wide::{Sums, wide};
+use super::heads::{Heads, Sums};
+use super::problem::{Head, KEYS, Problem, QUERIES, STRIDE, Tile};
 use super::{Buffer, exp_or_zero};
 use crate::flex::dropout;
 use crate::flex::float::KernelFloat;
@@ -20,22 +20,22 @@ use crate::flex::rows::pair_sum_of;
 /// Results of the forward pass and the gradient of the output.
 #[derive(Clone, Copy)]
 pub(super) struct Saved<'a, E> {
-    pub(super) output: &'a [E],
+    pub(super) output: Heads<'a, E>,
     pub(super) statistics: &'a [f32],
-    pub(super) grad: &'a [E],
+    pub(super) grad: Heads<'a, E>,
 }
 
-/// Tiles of some heads of the queries, which share keys and values, and the gradients that they add to, which
-/// are zero before the task runs.
+/// Tiles of some heads of the queries, which share keys and values, and the gradients that they write.
 struct Task<'a, E> {
     problem: &'a Problem<'a, E>,
     saved: Saved<'a, E>,
     /// Heads of the queries, counted over all rows of the batch.
     heads: Range<usize>,
-    /// Gradient of the queries of the tiles, unless another task adds it.
-    query: Option<&'a mut [E]>,
-    /// Gradients of the keys and the values of the tiles, unless another task adds them.
-    keys: Option<[&'a mut [E]; 2]>,
+    /// Gradients of the queries of the tiles in the order in which the task visits them, unless another task
+    /// writes them.
+    queries: Option<std::vec::IntoIter<&'a mut [E]>>,
+    /// Gradients of the keys and the values of the tiles, unless another task writes them.
+    keys: Option<[Vec<&'a mut [E]>; 2]>,
     part: Part,
 }
 
@@ -64,7 +64,8 @@ fn splits(key_heads: usize, threads: usize) -> bool {
     7 * key_heads < 5 * threads * key_heads.div_ceil(threads)
 }
 
-/// Adds the gradients of the query, the key and the value, on all threads of the current pool.
+/// Writes the gradients of the query, the key and the value, given the rows of their heads, on all threads of
+/// the current pool.
 ///
 /// A task has a head of the keys with all heads of the queries that use it, whose five products for each tile are
 /// the fewest. If there are many threads, a head of the queries has a task for each tile of queries, and one of
@@ -72,33 +73,43 @@ fn splits(key_heads: usize, threads: usize) -> bool {
 /// adds its keys in order, and a key the queries of one head after the other.
 pub(super) fn backward<E: KernelFloat>(
     problem: &Problem<'_, E>,
-    key_heads: usize,
     saved: Saved<'_, E>,
-    [query, key, value]: [&mut [E]; 3],
+    [queries, keys, values]: [Vec<Vec<&mut [E]>>; 3],
 ) {
-    let Sizes { group, queries, keys, width, value_width, .. } = problem.sizes;
-    let is_split = splits(key_heads, rayon::current_num_threads());
-    let key_grads = key.chunks_mut(keys * width).zip(value.chunks_mut(keys * value_width));
-    let of_groups = query.chunks_mut(group * queries * width).zip(key_grads);
+    let group = problem.sizes.group;
+    let is_split = splits(keys.len(), rayon::current_num_threads());
+    let mut of_heads = queries.into_iter();
     let mut tasks = Vec::new();
-    for (number, (query, (key, value))) in of_groups.enumerate() {
-        let group = number * group..(number + 1) * group;
-        let task = |heads, query, keys, part| Task { problem, saved, heads, query, keys, part };
+    for (number, (keys, values)) in keys.into_iter().zip(values).enumerate() {
+        let heads = number * group..(number + 1) * group;
+        let task = |heads, queries: Option<Vec<_>>, keys, part| {
+            let queries = queries.map(Vec::into_iter);
+            Task { problem, saved, heads, queries, keys, part }
+        };
         if !is_split {
-            tasks.push(task(group, Some(query), Some([key, value]), Part::Heads));
+            let queries = of_heads.by_ref().take(group).flatten().collect();
+            tasks.push(task(heads, Some(queries), Some([keys, values]), Part::Heads));
             continue;
         }
-        for (head, query) in group.clone().zip(query.chunks_mut(queries * width)) {
-            for (at, query) in query.chunks_mut(QUERIES * width).enumerate() {
-                tasks.push(task(head..head + 1, Some(query), None, Part::Queries(at)));
+        for (head, queries) in heads.clone().zip(of_heads.by_ref()) {
+            for (at, queries) in tiles(queries, QUERIES).enumerate() {
+                tasks.push(task(head..head + 1, Some(queries), None, Part::Queries(at)));
             }
         }
-        let of_tiles = key.chunks_mut(KEYS * width).zip(value.chunks_mut(KEYS * value_width));
-        for (at, (key, value)) in of_tiles.enumerate() {
-            tasks.push(task(group.clone(), None, Some([key, value]), Part::Keys(at)));
+        for (at, of_keys) in tiles(keys, KEYS).zip(tiles(values, KEYS)).enumerate() {
+            tasks.push(task(heads.clone(), None, Some(of_keys.into()), Part::Keys(at)));
         }
     }
     tasks.into_par_iter().for_each_init(Scratch::new, |scratch, task| task.run(scratch));
+}
+
+/// Returns the rows in tiles of `len`, the last of which may have fewer.
+fn tiles<T>(rows: Vec<T>, len: usize) -> impl Iterator<Item = Vec<T>> {
+    let mut rows = rows.into_iter();
+    std::iter::from_fn(move || {
+        let tile: Vec<T> = rows.by_ref().take(len).collect();
+        (!tile.is_empty()).then_some(tile)
+    })
 }
 
 /// Memory of one thread.
@@ -133,11 +144,8 @@ impl<E: KernelFloat> Task<'_, E> {
                 if matches!(self.part, Part::Queries(own) if own != at) {
                     continue;
                 }
-                let mut query = self.query.take().map(|rest| {
-                    let (own, rest) = rest.split_at_mut(queries.len() * head.sizes.width);
-                    self.query = Some(rest);
-                    Sums::new(own)
-                });
+                let rows = self.queries.as_mut().map(|rows| rows.take(queries.len()).collect());
+                let mut query = rows.map(Sums::new);
                 let targets = Targets { query: query.as_mut(), keys: sums.as_mut() };
                 self.add_queries(&head, &queries, scratch, targets);
                 query.into_iter().for_each(Sums::store);
@@ -165,8 +173,7 @@ impl<E: KernelFloat> Task<'_, E> {
         let rows = QueryRows::new(head, queries, self.saved, rows);
         for tile in tiles {
             let [key, value] = of_keys;
-            let key = matrix(wide(tile.key(), key), head.sizes.width);
-            let value = matrix(wide(tile.value(), value), head.sizes.value_width);
+            let (key, value) = (tile.key().matrix(key), tile.value().matrix(value));
             let [weights, slopes] = buffers.run(&tile, &rows, [key, value]);
             if let Some(query) = &mut targets.query {
                 let target = (query.get(), head.sizes.width);
@@ -209,16 +216,14 @@ impl<'a> QueryRows<'a> {
         saved: Saved<'a, E>,
         [query, output, grad]: &'a mut [Vec<f32>; 3],
     ) -> Self {
-        let Sizes { queries: of_head, width, value_width, .. } = head.sizes;
-        let start = head.number * of_head;
-        let among_all = start + queries.start..start + queries.end;
-        let output = wide(rows(saved.output, &among_all, value_width), output);
-        let grad = wide(rows(saved.grad, &among_all, value_width), grad);
+        let start = head.number * head.sizes.queries;
+        let output = saved.output.head(head.number).range(queries).matrix(output);
+        let grad = saved.grad.head(head.number).range(queries).matrix(grad);
         Self {
-            query: matrix(wide(head.query(queries), query), width),
-            grad: matrix(grad, value_width),
-            statistics: &saved.statistics[among_all],
-            means: row_means(output, grad, value_width),
+            query: head.query(queries).matrix(query),
+            means: row_means(output, grad),
+            grad,
+            statistics: &saved.statistics[start + queries.start..start + queries.end],
         }
     }
 }
@@ -255,8 +260,8 @@ impl TileBuffers {
 
 /// Returns the sum of output times gradient for each row.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
-fn row_means(output: &[f32], grad: &[f32], width: usize) -> Vec<f32> {
-    let rows = output.chunks_exact(width).zip(grad.chunks_exact(width));
+fn row_means(output: Matrix<'_>, grad: Matrix<'_>) -> Vec<f32> {
+    let rows = output.iter_rows().zip(grad.iter_rows());
     rows.map(|(output, grad)| pair_sum_of(output, grad, |output, grad| output * grad)).collect()
 }
 

@@ -6,8 +6,8 @@
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::problem::{Head, Problem, QUERIES, STRIDE, Tile, matrix};
-use super::wide::{Sums, wide};
+use super::heads::Sums;
+use super::problem::{Head, Problem, QUERIES, STRIDE, Tile};
 use super::{Buffer, exp_or_zero};
 use crate::flex::dropout;
 use crate::flex::float::KernelFloat;
@@ -20,7 +20,7 @@ struct Task<'a, E> {
     head: Head<'a, E>,
     queries: std::ops::Range<usize>,
     /// Weighted sums of the values, one a row.
-    output: &'a mut [E],
+    output: Vec<&'a mut [E]>,
     /// Logarithms of the sums of the exponentials of the rows' scores.
     statistics: &'a mut [f32],
 }
@@ -35,22 +35,20 @@ struct Scratch {
     value: Vec<f32>,
 }
 
-/// Writes the output and the row statistics, on all threads of the current pool. `outputs` and
-/// `statistics` are zero.
+/// Writes the rows of each head and the row statistics, on all threads of the current pool. `statistics` are
+/// zero.
 pub(super) fn forward<E: KernelFloat>(
     problem: &Problem<'_, E>,
-    heads: usize,
-    outputs: &mut [E],
+    outputs: Vec<Vec<&mut [E]>>,
     statistics: &mut [f32],
 ) {
-    let (mut outputs, mut statistics) = (outputs, statistics);
+    let mut statistics = statistics;
     let mut tasks = Vec::new();
-    for head in (0..heads).map(|number| problem.head(number)) {
+    for (number, rows) in outputs.into_iter().enumerate() {
+        let (head, mut rows) = (problem.head(number), rows.into_iter());
         for queries in head.query_tiles() {
-            let len = queries.len();
-            let (output, rest) = outputs.split_at_mut(len * head.sizes.value_width);
-            outputs = rest;
-            let (of_rows, rest) = statistics.split_at_mut(len);
+            let output = rows.by_ref().take(queries.len()).collect();
+            let (of_rows, rest) = statistics.split_at_mut(queries.len());
             statistics = rest;
             tasks.push(Task { head, queries, output, statistics: of_rows });
         }
@@ -68,15 +66,15 @@ pub(super) fn forward<E: KernelFloat>(
 impl<E: KernelFloat> Task<'_, E> {
     fn run(self, scratch: &mut Scratch) {
         let Self { head, queries, output, statistics } = self;
-        let (width, value_width) = (head.sizes.width, head.sizes.value_width);
+        let value_width = head.sizes.value_width;
         let mut output = Sums::new(output);
         let mut rows = Rows { tops: [f32::NEG_INFINITY; QUERIES], sums: [0.0; QUERIES] };
-        let query = matrix(wide(head.query(&queries), &mut scratch.query), width);
+        let query = head.query(&queries).matrix(&mut scratch.query);
         let (scores, dropped) = (&mut scratch.scores.0, &mut scratch.dropped.0);
         for tile in head.tiles(&queries) {
             let (shape, column) = (tile.shape(), tile.column());
-            let key = matrix(wide(tile.key(), &mut scratch.key), width);
-            let value = matrix(wide(tile.value(), &mut scratch.value), value_width);
+            let key = tile.key().matrix(&mut scratch.key);
+            let value = tile.value().matrix(&mut scratch.value);
             let factors = [query, key.transposed()];
             let of_tile = &mut scores[column..];
             multiply(One, (of_tile, STRIDE), false, head.scale(), factors);

@@ -8,14 +8,15 @@
 
 mod backward;
 mod forward;
+mod heads;
 mod problem;
-mod wide;
 
 use burn::backend::TensorMetadata;
 use burn::backend::flex::FlexTensor;
-use burn::tensor::{Element, Shape, TensorData};
+use burn::tensor::{Shape, TensorData};
 
 use self::backward::Saved;
+use self::heads::{Heads, NewHeads, with_rows};
 use self::problem::{Problem, QUERIES, STRIDE, Sizes};
 use super::exp::{LEAST, exp_of_negative};
 use super::float::{KernelFloat, slice};
@@ -38,54 +39,59 @@ pub(super) fn exp_or_zero(x: f32) -> f32 {
     if x < LEAST { 0.0 } else { power }
 }
 
-/// Implements [`Kernels::tiled_attention`](crate::Kernels::tiled_attention), for tensors of `E`.
+/// Implements [`Kernels::tiled_attention`](crate::Kernels::tiled_attention), for tensors of `E`. The output
+/// has the order of memory of the queries.
 pub(super) fn forward<E: KernelFloat>(
     tensors: &AttentionTensors<FlexTensor>,
     rule: &AttentionRule,
 ) -> [FlexTensor; 2] {
-    let tensors = tensors.each_ref().map(FlexTensor::to_contiguous);
+    let (tensors, bias) = prepared::<E>(tensors);
     let ([batch, heads, queries, _], value_width) =
         (tensors.query.shape().dims(), tensors.value.shape()[3]);
-    let bias = bias::<E>(&tensors);
     let problem = problem(&tensors, bias.as_deref(), rule);
-    let mut output = vec![E::zeroed(); batch * heads * queries * value_width];
+    let mut output = NewHeads::<E>::like(&tensors.query, value_width);
     let mut statistics = vec![0f32; batch * heads * queries];
-    forward::forward(&problem, batch * heads, &mut output, &mut statistics);
-    let shape = Shape::from([batch, heads, queries, value_width]);
-    [from_vec(output, shape), from_vec(statistics, Shape::from([batch, heads, queries, 1]))]
+    forward::forward(&problem, output.heads(), &mut statistics);
+    let shape = Shape::from([batch, heads, queries, 1]);
+    [output.into_tensor(), FlexTensor::from_data(TensorData::new(statistics, shape))]
 }
 
 /// Implements [`Kernels::tiled_attention_backward`](crate::Kernels::tiled_attention_backward), for tensors of
-/// `E`.
+/// `E`. Each gradient has the order of memory of its tensor.
 pub(super) fn backward<E: KernelFloat>(
     tensors: &AttentionTensors<FlexTensor>,
-    saved: &[FlexTensor; 2],
+    [output, statistics]: &[FlexTensor; 2],
     grad: &FlexTensor,
     rule: &AttentionRule,
 ) -> [FlexTensor; 3] {
-    let tensors = tensors.each_ref().map(FlexTensor::to_contiguous);
-    let [output, statistics] = saved.each_ref().map(FlexTensor::to_contiguous);
-    let grad = grad.to_contiguous();
-    let saved =
-        Saved { output: slice::<E>(&output), statistics: slice(&statistics), grad: slice(&grad) };
-    let shapes = [&tensors.query, &tensors.key, &tensors.value].map(|tensor| tensor.shape());
-    let mut grads = shapes.each_ref().map(|shape| vec![E::zeroed(); shape.num_elements()]);
-    let [query, key, value] = &mut grads;
-    let bias = bias::<E>(&tensors);
-    let key_heads = shapes[1][0] * shapes[1][1];
+    let (tensors, bias) = prepared::<E>(tensors);
+    let [output, grad] = [output, grad].map(with_rows);
+    let statistics = statistics.to_contiguous();
+    let saved = Saved {
+        output: Heads::<E>::new(&output),
+        statistics: slice(&statistics),
+        grad: Heads::new(&grad),
+    };
+    let mut grads = [&tensors.query, &tensors.key, &tensors.value]
+        .map(|tensor| NewHeads::<E>::like(tensor, tensor.shape()[3]));
     let problem = problem(&tensors, bias.as_deref(), rule);
-    backward::backward(&problem, key_heads, saved, [query, key, value]);
-    let mut shapes = shapes.into_iter();
-    grads.map(|grad| from_vec(grad, shapes.next().expect("three shapes")))
+    backward::backward(&problem, saved, grads.each_mut().map(NewHeads::heads));
+    grads.map(NewHeads::into_tensor)
 }
 
-/// Returns the elements of the bias.
-fn bias<E: KernelFloat>(tensors: &AttentionTensors<FlexTensor>) -> Option<Vec<f32>> {
-    let bias = tensors.bias.as_ref()?;
-    Some(slice::<E>(bias).iter().map(|number| number.wide()).collect())
+/// Returns the tensors with rows of consecutive elements, and the elements of the bias.
+fn prepared<E: KernelFloat>(
+    tensors: &AttentionTensors<FlexTensor>,
+) -> (AttentionTensors<FlexTensor>, Option<Vec<f32>>) {
+    let [query, key, value] = [&tensors.query, &tensors.key, &tensors.value].map(with_rows);
+    let bias = tensors
+        .bias
+        .as_ref()
+        .map(|bias| slice::<E>(&bias.to_contiguous()).iter().map(|number| number.wide()).collect());
+    (AttentionTensors { query, key, value, bias: None }, bias)
 }
 
-/// Returns the slices of contiguous tensors.
+/// Returns the heads of tensors, and how they are computed.
 fn problem<'a, E: KernelFloat>(
     tensors: &'a AttentionTensors<FlexTensor>,
     bias: Option<&'a [f32]>,
@@ -95,14 +101,10 @@ fn problem<'a, E: KernelFloat>(
     let [_, key_heads, keys, value_width] = tensors.value.shape().dims();
     Problem {
         sizes: Sizes { heads, group: heads / key_heads, queries, keys, width, value_width },
-        query: slice(&tensors.query),
-        key: slice(&tensors.key),
-        value: slice(&tensors.value),
+        query: Heads::new(&tensors.query),
+        key: Heads::new(&tensors.key),
+        value: Heads::new(&tensors.value),
         bias,
         rule,
     }
-}
-
-fn from_vec<E: Element>(elements: Vec<E>, shape: Shape) -> FlexTensor {
-    FlexTensor::from_data(TensorData::new(elements, shape))
 }

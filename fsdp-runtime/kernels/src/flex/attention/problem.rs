@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
+use super::heads::{Heads, Rows};
 use crate::attention::{AttentionRule, KeyRanges, MASK_ROWS};
-use crate::flex::product::Matrix;
+use crate::flex::float::KernelFloat;
 use crate::mask::{BATCH, MaskSource};
 
 /// Queries of a tile. Dropout numbers the elements within as many queries.
@@ -29,13 +30,13 @@ pub(super) struct Sizes {
     pub(super) value_width: usize,
 }
 
-/// One attention on contiguous tensors.
+/// One attention.
 #[derive(Clone, Copy)]
 pub(super) struct Problem<'a, E> {
     pub(super) sizes: Sizes,
-    pub(super) query: &'a [E],
-    pub(super) key: &'a [E],
-    pub(super) value: &'a [E],
+    pub(super) query: Heads<'a, E>,
+    pub(super) key: Heads<'a, E>,
+    pub(super) value: Heads<'a, E>,
     /// Number to add to all scores of a key, `[batch, keys]`: 0 or negative infinity.
     pub(super) bias: Option<&'a [f32]>,
     pub(super) rule: &'a AttentionRule,
@@ -47,26 +48,26 @@ pub(super) struct Head<'a, E> {
     pub(super) sizes: Sizes,
     /// Number of the head over all rows of the batch.
     pub(super) number: usize,
-    query: &'a [E],
-    key: &'a [E],
-    value: &'a [E],
+    query: Rows<'a, E>,
+    key: Rows<'a, E>,
+    value: Rows<'a, E>,
     bias: Option<&'a [f32]>,
     ranges: KeyRanges<'a>,
     /// Row of the batch.
     row: usize,
 }
 
-impl<'a, E: Copy> Problem<'a, E> {
+impl<'a, E: KernelFloat> Problem<'a, E> {
     /// Returns the head of this number, counted over all rows of the batch.
     pub(super) fn head(&self, number: usize) -> Head<'a, E> {
-        let Sizes { heads, group, queries, keys, width, value_width } = self.sizes;
+        let Sizes { heads, group, queries, keys, .. } = self.sizes;
         let (row, key_head) = (number / heads, number / group);
         Head {
             sizes: self.sizes,
             number,
-            query: &self.query[number * queries * width..][..queries * width],
-            key: &self.key[key_head * keys * width..][..keys * width],
-            value: &self.value[key_head * keys * value_width..][..keys * value_width],
+            query: self.query.head(number),
+            key: self.key.head(key_head),
+            value: self.value.head(key_head),
             bias: self.bias.map(|bias| &bias[row * keys..][..keys]),
             ranges: KeyRanges::new(self.rule, [queries, keys]),
             row,
@@ -74,7 +75,7 @@ impl<'a, E: Copy> Problem<'a, E> {
     }
 }
 
-impl<'a, E: Copy> Head<'a, E> {
+impl<'a, E: KernelFloat> Head<'a, E> {
     /// Returns the factor of the scores.
     pub(super) fn scale(&self) -> f32 {
         self.ranges.rule().scale as f32
@@ -86,9 +87,9 @@ impl<'a, E: Copy> Head<'a, E> {
         (0..queries).step_by(QUERIES).map(move |start| start..(start + QUERIES).min(queries))
     }
 
-    /// Returns the elements of queries.
-    pub(super) fn query(&self, queries: &Range<usize>) -> &'a [E] {
-        rows(self.query, queries, self.sizes.width)
+    /// Returns the rows of queries.
+    pub(super) fn query(&self, queries: &Range<usize>) -> Rows<'a, E> {
+        self.query.range(queries)
     }
 
     /// Returns the tiles of these queries with the keys that some of them see. A query tile that sees no key
@@ -120,15 +121,15 @@ pub(super) struct Tile<'a, E> {
     pub(super) keys: Range<usize>,
 }
 
-impl<'a, E: Copy> Tile<'a, E> {
-    /// Returns the elements of the keys.
-    pub(super) fn key(&self) -> &'a [E] {
-        rows(self.head.key, &self.keys, self.head.sizes.width)
+impl<'a, E: KernelFloat> Tile<'a, E> {
+    /// Returns the rows of the keys.
+    pub(super) fn key(&self) -> Rows<'a, E> {
+        self.head.key.range(&self.keys)
     }
 
-    /// Returns the elements of the values.
-    pub(super) fn value(&self) -> &'a [E] {
-        rows(self.head.value, &self.keys, self.head.sizes.value_width)
+    /// Returns the rows of the values.
+    pub(super) fn value(&self) -> Rows<'a, E> {
+        self.head.value.range(&self.keys)
     }
 
     /// Returns the numbers to add to the scores of the keys.
@@ -167,14 +168,4 @@ impl<'a, E: Copy> Tile<'a, E> {
         let start = self.keys.start - self.column();
         Some((source, move |query| (first + query) * row + start))
     }
-}
-
-/// Returns the rows in the range.
-pub(super) fn rows<'a, E>(elements: &'a [E], range: &Range<usize>, width: usize) -> &'a [E] {
-    &elements[range.start * width..range.end * width]
-}
-
-/// Returns the matrix of contiguous rows.
-pub(super) fn matrix(elements: &[f32], width: usize) -> Matrix<'_> {
-    Matrix::new(elements, [elements.len() / width, width], width)
 }

@@ -32,7 +32,7 @@ pub(super) fn product<B: ModelBackend>(
     let size = |matrix: &Float<B>, transposed: bool, at: usize| {
         matrix.shape()[if transposed { 1 - at } else { at }]
     };
-    if a.dtype() == dtype && !Raw::<B>::by_library(&a.device()) {
+    if a.dtype() == dtype && !Raw::<B>::has_product(&a.device()) {
         let [a, b] = [(a, transposed[0]), (b, transposed[1])]
             .map(|(matrix, is)| if is { B::float_transpose(matrix) } else { matrix });
         return B::float_matmul(a, b);
