@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use burn::tensor::Slice;
+
 /// The part of a parameter that a tensor parallel rank has: one of equal parts along a dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct TensorSplit {
@@ -35,6 +37,16 @@ impl TensorSplit {
     pub(crate) fn indices(&self, local: &[usize]) -> Range<usize> {
         let size = local[self.dim];
         self.part * size..(self.part + 1) * size
+    }
+
+    /// Returns the indices along each dimension of the whole parameter that this rank has, of a part of shape
+    /// `local`.
+    pub(crate) fn slices(&self, local: &[usize]) -> Vec<Slice> {
+        let indices = |(dim, &size)| match dim == self.dim {
+            true => self.indices(local),
+            false => 0..size,
+        };
+        local.iter().enumerate().map(indices).map(Slice::from).collect()
     }
 
     /// Returns the elements of the flattened whole parameter that the elements `range` of the flattened part

@@ -14,7 +14,7 @@ use burn::module::{
     Content, Devices, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
     ModuleVisitor, Param, Reparameterization, Reparameterizer,
 };
-use burn::tensor::{DType, Device, DispatchTensor, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, DispatchTensor, Int, Tensor};
 use fsdp_kernels::MaskSource;
 
 use super::adapter::{AdapterSettings, AttachedLora};
@@ -205,8 +205,20 @@ impl Sharded {
         self.runtime.split(self.index)
     }
 
-    /// Checks that tensor parallel ranks look up the same ids. Unwinds with the error if not.
-    pub(crate) fn check_ids<const D: usize>(&self, ids: &Tensor<D, Int>) {
+    /// Returns ids as numbers among the `own` words of this rank's part, and which of them are words of other
+    /// ranks. Those are 0. Unwinds with the error if tensor parallel ranks have different ids.
+    pub(crate) fn own_ids<const D: usize>(
+        &self,
+        ids: Tensor<D, Int>,
+        (split, own): (TensorSplit, usize),
+    ) -> (Tensor<D, Int>, Tensor<D, Bool>) {
+        self.check_ids(&ids);
+        let ids = ids.sub_scalar((split.part * own) as i64);
+        let others = ids.clone().lower_elem(0).bool_or(ids.clone().greater_equal_elem(own as i64));
+        (ids.mask_fill(others.clone(), 0), others)
+    }
+
+    fn check_ids<const D: usize>(&self, ids: &Tensor<D, Int>) {
         let mut digest = || {
             let data = ids.clone().into_data();
             let number = |(at, id): (usize, f64)| id * (1.0 + (at % 97) as f64);

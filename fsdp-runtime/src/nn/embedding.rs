@@ -52,11 +52,9 @@ impl Embedding {
         let Some((sharded, split)) = Sharded::split_of(&self.weight) else {
             return burn::tensor::module::embedding(table, ids);
         };
-        sharded.check_ids(&ids);
         let [own, _] = table.dims();
-        let ids = ids.sub_scalar((split.part * own) as i64);
-        let others = ids.clone().lower_elem(0).bool_or(ids.clone().greater_equal_elem(own as i64));
-        let rows = burn::tensor::module::embedding(table, ids.mask_fill(others.clone(), 0));
+        let (ids, others) = sharded.own_ids(ids, (split, own));
+        let rows = burn::tensor::module::embedding(table, ids);
         let rows = rows.mask_fill(others.unsqueeze_dim(2), 0.0);
         sharded.sum_over_tensor_ranks(rows)
     }

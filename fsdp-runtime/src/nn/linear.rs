@@ -155,12 +155,8 @@ impl Linear {
             let params = params.next().expect("parameters of each layer");
             match parallel {
                 Some(parallel) if parallel.takes_whole_inputs() => {
-                    let input = shared.get_or_insert_with(|| parallel.share(input.clone()));
-                    parallel.outputs(apply(
-                        input.clone(),
-                        parallel.params(params),
-                        Default::default(),
-                    ))
+                    let shared = shared.get_or_insert_with(|| parallel.share(input.clone()));
+                    parallel.apply_to_shared(shared.clone(), params, Default::default())
                 }
                 Some(parallel) => parallel.apply(input.clone(), params, Default::default()),
                 None => apply(input.clone(), params, Default::default()),
@@ -193,6 +189,7 @@ impl<'a> TensorParallel<'a> {
         self.split.dim == 1
     }
 
+    /// Returns a tensor that all ranks have, whose gradient is the sum of theirs.
     fn share<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         self.weight.share_with_tensor_ranks(tensor)
     }
@@ -206,13 +203,23 @@ impl<'a> TensorParallel<'a> {
         params
     }
 
-    fn outputs<const D: usize>(&self, output: Tensor<D>) -> Tensor<D> {
+    /// Applies a layer that has a part of the outputs, to an input that [`share`](Self::share) returned.
+    /// Returns the outputs of all ranks if the layer gathers them.
+    fn apply_to_shared<const D: usize>(
+        &self,
+        input: Tensor<D>,
+        params: LinearParams,
+        activation: LinearActivation,
+    ) -> Tensor<D> {
+        let output = apply(input, self.params(params), activation);
         match self.split.gathers {
             true => self.weight.gather_from_tensor_ranks(output),
             false => output,
         }
     }
 
+    /// Applies the layer, and an activation to its result. The ranks add their products if each has a part of
+    /// the inputs.
     fn apply<const D: usize>(
         &self,
         input: Tensor<D>,
@@ -220,8 +227,7 @@ impl<'a> TensorParallel<'a> {
         activation: LinearActivation,
     ) -> Tensor<D> {
         if self.takes_whole_inputs() {
-            let input = self.share(input);
-            return self.outputs(apply(input, self.params(params), activation));
+            return self.apply_to_shared(self.share(input), params, activation);
         }
         // The bias is added once, to the sum.
         let LinearParams { weight, bias } = self.params(params);
@@ -321,6 +327,7 @@ fn composed<const D: usize>(
     activated(output, activation)
 }
 
+/// Applies an activation by Burn's operations, but for the exact GELU, which has a kernel.
 fn activated<const D: usize>(output: Tensor<D>, activation: LinearActivation) -> Tensor<D> {
     match activation {
         LinearActivation::Identity => output,

@@ -128,7 +128,6 @@ fn split_cross_entropy(
     targets: Tensor<1, Int>,
     options: &LinearCrossEntropyOptions,
 ) -> Tensor<1> {
-    ranks.check_ids(&targets);
     let ([rows, _], [own, _]) = (hidden.dims(), weight.dims());
     let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let hidden = ranks.share_with_tensor_ranks(hidden);
@@ -140,9 +139,8 @@ fn split_cross_entropy(
         Some(ignored) => targets.clone().not_equal_elem(ignored).float().cast(dtype),
         None => Tensor::ones([rows], (&shifted.device(), dtype)),
     };
-    let at = targets.sub_scalar((split.part * own) as i64);
-    let others = at.clone().lower_elem(0).bool_or(at.clone().greater_equal_elem(own as i64));
-    let at = at.mask_fill(others.clone(), 0).unsqueeze_dim(1);
+    let (at, others) = ranks.own_ids(targets, (split, own));
+    let at = at.unsqueeze_dim(1);
     let chosen = shifted.clone().gather(1, at).mask_fill(others.unsqueeze_dim(1), 0.0);
     // One exchange for all sums of a row.
     let smoothing = options.label_smoothing;

@@ -1,6 +1,6 @@
-//! Layers and functions that replace Burn's: dropout that is reproducible on every engine, and layer norm,
-//! RMS norm, rotary positions, softmax, GELU, SwiGLU, attention and the loss of a language model with kernels
-//! of their own.
+//! Layers and functions that replace Burn's: dropout that is reproducible on every engine; an embedding and the
+//! head of a language model, which tensor parallel ranks can split; linear layers, layer norm, RMS norm, rotary
+//! positions, softmax, GELU, SwiGLU, attention and the loss of a language model with kernels of their own.
 #![cfg_attr(doc, doc = "\n[A page of the guide](crate::guide::layers) is about this module.")]
 
 mod attention;

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use burn::module::{Param, ParamId, ParamMapper as ValueMapper};
-use burn::tensor::{DType, Shape, Slice, Tensor};
+use burn::tensor::{DType, Shape, Tensor};
 
 use crate::backend::{Float, ShardBackend, cast, encoded};
 use crate::error::IgnorePoison;
@@ -64,12 +64,7 @@ pub(super) fn part<B: ShardBackend>(
 ) -> Float<B> {
     let full = match &spec.split {
         Some(split) => {
-            let indices = |(dim, &size): (usize, &usize)| match dim == split.dim {
-                true => Slice::from(split.indices(&spec.shape)),
-                false => Slice::from(0..size),
-            };
-            let slices: Vec<Slice> = spec.shape.iter().enumerate().map(indices).collect();
-            let part = B::float_slice(full, &slices);
+            let part = B::float_slice(full, &split.slices(&spec.shape));
             // The part is copied: a view would keep the whole parameter alive.
             B::copy_range(part, 0..spec.numel(), Shape::from(spec.shape.clone()))
         }

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device};
 use super::super::tables::FoundTable;
 use super::super::unit::ParamSpec;
 use crate::layout::TensorSplit;
-use crate::module::UnitType;
+use crate::module::{Split, UnitType};
 
 /// Dtypes that a sharded parameter may be initialised in. Shards are f32 in every case.
 pub(crate) const SHARDED: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -44,12 +44,8 @@ pub(super) struct FoundParam {
     pub(super) id: ParamId,
     /// Full shape of the parameter.
     pub(super) shape: Vec<usize>,
-    /// Dimension along which tensor parallel ranks split the parameter, if they do.
-    pub(super) split_dim: Option<usize>,
-    /// Whether the layer of the parameter returns the outputs of all of them.
-    pub(super) gathers_output: bool,
-    /// Whether tensor parallel ranks use the whole parameter with parts of other values.
-    pub(super) is_shared: bool,
+    /// How tensor parallel ranks split the parameter's layer, if they do.
+    pub(super) layer_split: Option<Split>,
     /// This rank's part, once the mesh is known.
     pub(super) split: Option<TensorSplit>,
     /// Dtype that the parameter is initialised in.

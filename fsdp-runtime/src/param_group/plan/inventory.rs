@@ -255,18 +255,13 @@ impl<'a> Inventory<'a> {
         let frozen = !is_trained(param, self.options.knows_frozen());
         let id = param.id;
         let module = self.module_number();
-        let split = self.splits.last().copied().flatten();
-        let split_dim = split.and_then(|split| split_dim_of(split, &path));
-        let is_shared = split == Some(Split::Shared);
-        let gathers_output = matches!(split, Some(Split::Column { gather: true }));
+        let layer_split = self.splits.last().copied().flatten();
         let param = FoundParam {
             path,
             key,
             id,
             shape,
-            split_dim,
-            gathers_output,
-            is_shared,
+            layer_split,
             split: None,
             dtype,
             frozen,
@@ -380,20 +375,6 @@ impl ParamVisitor for Inventory<'_> {
             let (unit, path) = (self.found.units[unit].name(), self.position.join(&[]));
             self.fail(ShardError::ModuleNotRecomputable { unit, path, ty, instead });
         }
-    }
-}
-
-/// Returns the dimension along which a parameter of a split layer is split; `None` for one that is whole on
-/// each rank: the bias of a sum, and the factor of an adapter on the side that is not split.
-fn split_dim_of(split: Split, path: &str) -> Option<usize> {
-    let is = |name: &str| path.strip_suffix(name).is_some_and(|start| start.ends_with('.'));
-    match split {
-        Split::Column { .. } if is("lora.a") => None,
-        Split::Column { .. } if is("bias") => Some(0),
-        Split::Column { .. } => Some(1),
-        Split::Row if is("bias") || is("lora.b") => None,
-        Split::Row | Split::Vocab => Some(0),
-        Split::Shared => None,
     }
 }
 

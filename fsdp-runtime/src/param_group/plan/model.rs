@@ -17,7 +17,7 @@ use super::unknown_types::unknown_type;
 use crate::backend::DeviceKind;
 use crate::error::ShardError;
 use crate::layout::{Mesh, TensorSplit};
-use crate::module::{FsdpModule, ParamIndex};
+use crate::module::{FsdpModule, ParamIndex, Split};
 use crate::options::{ActivationCheckpointing, FsdpOptions, computed, leads_to};
 
 /// The units and parameters of a model, with the part of each parameter that one rank stores.
@@ -137,22 +137,37 @@ fn split_params(params: &mut [FoundParam], mesh: Mesh) -> Result<(), ShardError>
     if parts == 1 {
         return Ok(());
     }
-    if params.iter().all(|param| param.split_dim.is_none()) {
+    if params.iter().all(|param| split_dim(param).is_none()) {
         return Err(ShardError::NothingToSplit { ranks: mesh.tensor_size() });
     }
     for param in params {
-        let Some(dim) = param.split_dim else { continue };
+        let Some(dim) = split_dim(param) else { continue };
         let size = param.shape[dim];
         if !size.is_multiple_of(parts) {
             let (path, ranks) = (param.path.clone(), mesh.tensor_size());
             return Err(ShardError::UnevenSplit { path, dim, size, ranks });
         }
-        let (part, gathers) = (mesh.tensor_rank().index(), param.gathers_output);
+        let part = mesh.tensor_rank().index();
+        let gathers = param.layer_split == Some(Split::Column { gather: true });
         let split = TensorSplit { dim, part, parts, gathers };
         param.shape = split.local_shape(&param.shape);
         param.split = Some(split);
     }
     Ok(())
+}
+
+/// Returns the dimension along which a parameter of a split layer is split; `None` for one that is whole on
+/// each rank: the bias of a sum, and the factor of an adapter on the side that is not split.
+fn split_dim(param: &FoundParam) -> Option<usize> {
+    let is = |name: &str| param.path.strip_suffix(name).is_some_and(|start| start.ends_with('.'));
+    match param.layer_split? {
+        Split::Column { .. } if is("lora.a") => None,
+        Split::Column { .. } if is("bias") => Some(0),
+        Split::Column { .. } => Some(1),
+        Split::Row if is("bias") || is("lora.b") => None,
+        Split::Row | Split::Vocab => Some(0),
+        Split::Shared => None,
+    }
 }
 
 /// Checks that every id under `ignored_params` is that of a parameter of the model.

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DispatchTensor, Shape, Slice};
+use burn::tensor::{DispatchTensor, Shape};
 
 use super::super::autodiff::{Exchange, TensorRanks, exchange};
 use super::core::Schedule;
@@ -14,7 +14,7 @@ use crate::backend::{Float, FloatTensor, ModelBackend, Raw, RawFloat, ShardBacke
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
 use crate::error::{Error, ScheduleError};
-use crate::layout::{UnitLayout, WorldSize};
+use crate::layout::{TensorSplit, UnitLayout, WorldSize};
 
 /// Inputs of split layers that tensor parallel ranks compare at the begin of a run.
 const CHECKED_INPUTS: usize = 64;
@@ -110,17 +110,11 @@ impl<B: ModelBackend> TensorRanks<B> for Schedule<B> {
         Ok(B::raise(self.join_split(self.lowered(tensor), dim)?))
     }
 
+    /// Returns this rank's part of a tensor along the last dimension.
     fn part(&self, tensor: Float<B>) -> Float<B> {
-        let shape = tensor.shape().to_vec();
-        let mesh = self.settings.mesh;
-        let last = shape.len() - 1;
-        let size = shape[last] / mesh.tensor_size().size();
-        let start = size * mesh.tensor_rank().index();
-        let slices: Vec<Slice> = shape[..last]
-            .iter()
-            .map(|&size| Slice::from(0..size))
-            .chain([Slice::from(start..start + size)])
-            .collect();
-        B::float_slice(tensor, &slices)
+        let (shape, mesh) = (tensor.shape(), self.settings.mesh);
+        let (part, parts) = (mesh.tensor_rank().index(), mesh.tensor_size().size());
+        let split = TensorSplit { dim: shape.num_dims() - 1, part, parts, gathers: false };
+        B::float_slice(tensor, &split.slices(&split.local_shape(&shape)))
     }
 }
