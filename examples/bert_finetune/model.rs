@@ -9,11 +9,10 @@
 //! are faster than Burn's on a CPU.
 
 use burn::module::{Initializer, Module};
-use burn::nn::{Embedding, EmbeddingConfig};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{
-    AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear, LinearActivation,
-    LinearConfig, attention,
+    AttentionOptions, Dropout, DropoutConfig, Embedding, EmbeddingConfig, LayerNorm,
+    LayerNormConfig, Linear, LinearActivation, LinearConfig, attention,
 };
 use fsdp_runtime::prelude::*;
 

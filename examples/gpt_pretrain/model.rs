@@ -6,11 +6,11 @@
 //! annotations the same code trains the model unsharded.
 
 use burn::module::{Initializer, Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig};
 use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::nn::{
-    AttentionOptions, Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear, LinearActivation,
-    LinearConfig, LinearCrossEntropyOptions, attention, linear_cross_entropy,
+    AttentionOptions, Dropout, DropoutConfig, Embedding, EmbeddingConfig, LayerNorm,
+    LayerNormConfig, Linear, LinearActivation, LinearConfig, LinearCrossEntropyOptions, attention,
+    linear_cross_entropy,
 };
 use fsdp_runtime::prelude::*;
 

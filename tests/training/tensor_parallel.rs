@@ -3,171 +3,20 @@
 use std::path::Path;
 
 use burn::module::Module;
-use burn::nn::loss::Reduction;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::Tensor;
 use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, MergeOptions, Restore, merge};
 use fsdp_runtime::errors::{ScheduleError, ShardError};
 use fsdp_runtime::lora::LoraConfig;
-use fsdp_runtime::nn::{
-    AttentionOptions, Embedding, EmbeddingConfig, Linear, LinearActivation, LinearConfig,
-    LinearCrossEntropyOptions, LmHead, LmHeadConfig, RmsNorm, RmsNormConfig, attention, swiglu,
-};
+use fsdp_runtime::nn::{Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
 
+use self::net::{Block, IGNORED, LENGTH, Net, ROWS, ids};
 use crate::support::on_ranks;
 
-const WORDS: usize = 40;
-const HIDDEN: usize = 32;
-const HEADS: usize = 8;
-const KEY_HEADS: usize = 4;
-const HEAD_WIDTH: usize = 8;
-const WIDE: usize = 48;
-const ROWS: usize = 8;
-const LENGTH: usize = 6;
-/// Word without a loss.
-const IGNORED: i64 = 7;
-
-/// Attention with grouped queries. Each rank has a part of the heads.
-#[derive(Module, FsdpModule, Debug)]
-struct Attention {
-    #[fsdp(column)]
-    query: Linear,
-    #[fsdp(column)]
-    key: Linear,
-    #[fsdp(column)]
-    value: Linear,
-    #[fsdp(row)]
-    output: Linear,
-    /// Norm of each head, as in Qwen 3.
-    #[fsdp(shared)]
-    head_norm: RmsNorm,
-}
-
-impl Attention {
-    fn new(device: &Device) -> Self {
-        let linear = |from, to| LinearConfig::new(from, to).init(device);
-        Self {
-            query: linear(HIDDEN, HEADS * HEAD_WIDTH),
-            key: linear(HIDDEN, KEY_HEADS * HEAD_WIDTH),
-            value: linear(HIDDEN, KEY_HEADS * HEAD_WIDTH),
-            output: linear(HEADS * HEAD_WIDTH, HIDDEN),
-            head_norm: RmsNormConfig::new(HEAD_WIDTH).init(device),
-        }
-    }
-
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let [rows, length, _] = x.dims();
-        let heads = |x: Tensor<3>| {
-            let heads = x.dims()[2] / HEAD_WIDTH;
-            x.reshape([rows, length, heads, HEAD_WIDTH]).swap_dims(1, 2)
-        };
-        let [query, key, value] = Linear::forward_each([&self.query, &self.key, &self.value], x);
-        let options = AttentionOptions::new().with_causal(true);
-        let [query, key, value] = [query, key, value].map(heads);
-        let [query, key] = [query, key].map(|heads| self.head_norm.forward(heads));
-        let mixed = attention(query, key, value, options).swap_dims(1, 2);
-        let width = mixed.dims()[2] * HEAD_WIDTH;
-        self.output.forward(mixed.reshape([rows, length, width]))
-    }
-}
-
-/// A gated feed-forward block, and one with an activation in the sum.
-#[derive(Module, FsdpModule, Debug)]
-struct FeedForward {
-    #[fsdp(column)]
-    gate: Linear,
-    #[fsdp(column)]
-    up: Linear,
-    #[fsdp(row)]
-    down: Linear,
-    #[fsdp(column, gather)]
-    last: Linear,
-}
-
-#[derive(Module, Debug)]
-#[fsdp_unit]
-struct Block {
-    attention_norm: RmsNorm,
-    attention: Attention,
-    norm: RmsNorm,
-    feed_forward: FeedForward,
-}
-
-#[fsdp_unit]
-impl Block {
-    fn new(device: &Device) -> Self {
-        let linear = |from, to| LinearConfig::new(from, to).init(device);
-        let norm = || RmsNormConfig::new(HIDDEN).init(device);
-        Self {
-            attention_norm: norm(),
-            attention: Attention::new(device),
-            norm: norm(),
-            feed_forward: FeedForward {
-                gate: linear(HIDDEN, WIDE),
-                up: linear(HIDDEN, WIDE),
-                down: linear(WIDE, HIDDEN),
-                last: LinearConfig::new(HIDDEN, HIDDEN).with_bias(false).init(device),
-            },
-        }
-    }
-
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let x = x.clone() + self.attention.forward(self.attention_norm.forward(x));
-        let FeedForward { gate, up, down, last } = &self.feed_forward;
-        let [gated, value] = Linear::forward_each([gate, up], self.norm.forward(x.clone()));
-        let hidden = down.forward_activated(swiglu(gated, value), LinearActivation::Gelu);
-        x + last.forward(hidden)
-    }
-}
-
-#[derive(Module, Debug)]
-#[fsdp_unit(root, tie("words" = "head", if_shared))]
-struct Net {
-    #[fsdp(vocab)]
-    words: Embedding,
-    blocks: Vec<Block>,
-    norm: RmsNorm,
-    #[fsdp(vocab)]
-    head: LmHead,
-}
-
-#[fsdp_unit]
-impl Net {
-    fn new(tied: bool, device: &Device) -> Self {
-        let words = EmbeddingConfig::new(WORDS, HIDDEN).init(device);
-        let head = match tied {
-            true => LmHead { weight: words.weight.clone() },
-            false => LmHeadConfig::new(HIDDEN, WORDS).init(device),
-        };
-        Self {
-            words,
-            blocks: (0..2).map(|_| Block::new(device)).collect(),
-            norm: RmsNormConfig::new(HIDDEN).init(device),
-            head,
-        }
-    }
-
-    fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<2> {
-        let x = self.words.forward(ids);
-        let x = self.blocks.iter().fold(x, |x, block| block.forward(x));
-        self.norm.forward(x).flatten(0, 1)
-    }
-
-    fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
-        self.head.forward(self.hidden(ids))
-    }
-
-    fn forward_loss(&self, ids: Tensor<2, Int>, targets: Tensor<1, Int>) -> Tensor<1> {
-        let options = LinearCrossEntropyOptions::new()
-            .with_ignore_index(IGNORED)
-            .with_label_smoothing(0.1)
-            .with_reduction(Reduction::Sum);
-        self.head.cross_entropy(self.hidden(ids), targets, options)
-    }
-}
+mod net;
 
 /// How a model is trained.
 #[derive(Clone, Debug)]
@@ -192,14 +41,6 @@ struct Trained {
     losses: Vec<f64>,
     norms: Vec<f64>,
     full: Vec<(String, Vec<f32>)>,
-}
-
-fn ids(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tensor<2, Int> {
-    let id =
-        |row: usize, at: usize| ((step * 31 + row * 7 + at * at * 5 + row * at) % WORDS) as i32;
-    let all: Vec<i32> =
-        rows.clone().flat_map(|row| (0..LENGTH + 1).map(move |at| id(row, at))).collect();
-    Tensor::from_data(TensorData::new(all, [rows.len(), LENGTH + 1]), device)
 }
 
 fn train(setup: &Setup) -> Trained {

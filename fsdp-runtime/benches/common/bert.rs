@@ -2,10 +2,10 @@
 
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Embedding, EmbeddingConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{
-    AttentionOptions, LayerNorm, LayerNormConfig, Linear, LinearActivation, LinearConfig, attention,
+    AttentionOptions, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear,
+    LinearActivation, LinearConfig, attention,
 };
 use fsdp_runtime::options::MixedPrecisionPolicy;
 use fsdp_runtime::prelude::*;

@@ -1,11 +1,10 @@
 //! GPT-2 without dropout, and rows of random words to train it on.
 
 use burn::module::{Initializer, Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig};
 use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::nn::{
-    AttentionOptions, LayerNorm, LayerNormConfig, Linear, LinearActivation, LinearConfig,
-    LinearCrossEntropyOptions, attention, linear_cross_entropy,
+    AttentionOptions, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear,
+    LinearActivation, LinearConfig, LinearCrossEntropyOptions, attention, linear_cross_entropy,
 };
 use fsdp_runtime::prelude::*;
 

@@ -2,8 +2,9 @@
 
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Int, Tensor, module};
 
+use crate::backend::ops::embedding_tracked;
 use crate::module::{FsdpModule, Node, ParamMapper, ParamVisitor, Sharded, SplitVocabulary};
 
 /// Configuration of an [`Embedding`] layer. Its fields and defaults are those of
@@ -30,7 +31,7 @@ impl EmbeddingConfig {
 /// Looks up rows of a table.
 ///
 /// The layer replaces `burn::nn::Embedding`: records, the checkpoint key, initialisation and results are the
-/// same. Under `#[fsdp(vocab)]` each [tensor parallel](crate::FsdpOptions::with_tensor_parallel) rank has a
+/// same. On Flex the gradient of an f32 table is written once. Under `#[fsdp(vocab)]` each [tensor parallel](crate::FsdpOptions::with_tensor_parallel) rank has a
 /// part of the rows. A rank looks up the ids that it has, and the ranks add their results, of which all but
 /// one are zeros.
 #[derive(Module, Debug)]
@@ -50,14 +51,18 @@ impl Embedding {
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
         let table = self.weight.val();
         let Some((sharded, split)) = Sharded::split_of(&self.weight) else {
-            return burn::tensor::module::embedding(table, ids);
+            return rows(table, ids);
         };
         let [own, _] = table.dims();
         let (ids, others) = sharded.own_ids(ids, (split, own));
-        let rows = burn::tensor::module::embedding(table, ids);
-        let rows = rows.mask_fill(others.unsqueeze_dim(2), 0.0);
+        let rows = rows(table, ids).mask_fill(others.unsqueeze_dim(2), 0.0);
         sharded.sum_over_tensor_ranks(rows)
     }
+}
+
+/// Returns the row of each id, by a kernel or by Burn's operation.
+fn rows(table: Tensor<2>, ids: Tensor<2, Int>) -> Tensor<3> {
+    embedding_tracked(&table, &ids).unwrap_or_else(|| module::embedding(table, ids))
 }
 
 impl SplitVocabulary for Embedding {}

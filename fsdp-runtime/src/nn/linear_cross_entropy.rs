@@ -93,7 +93,7 @@ impl LinearCrossEntropyOptions {
     }
 
     /// Returns the number of rows of a chunk; chunks are about equal.
-    fn chunk(&self, rows: usize, classes: usize) -> usize {
+    pub(super) fn chunk(&self, rows: usize, classes: usize) -> usize {
         let most = self.chunk_rows.unwrap_or_else(|| (LOGITS / classes.max(1)).max(16)).max(1);
         rows.div_ceil(rows.div_ceil(most).max(1)).max(1)
     }

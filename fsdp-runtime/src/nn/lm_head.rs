@@ -3,9 +3,12 @@
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param};
 use burn::nn::loss::Reduction;
-use burn::tensor::{DType, Device, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, IndexingUpdateOp, Int, Tensor};
 
+use super::linear::{LinearActivation, linear};
 use super::linear_cross_entropy::{LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy};
+use super::softmax;
+use crate::backend::ops::{ComputedLoss, with_gradients};
 use crate::layout::TensorSplit;
 use crate::module::{
     Child, FsdpModule, Kind, Node, ParamMapper, ParamVisitor, Sharded, SplitVocabulary,
@@ -87,8 +90,8 @@ impl LmHead {
     /// Computes the cross-entropy of the logits and the targets, as
     /// [`linear_cross_entropy`](super::linear_cross_entropy) does.
     ///
-    /// Of a split weight each rank makes the logits of its own words, for all rows at once, in f32. The ranks
-    /// exchange the largest logit of each row, and then the sum of the exponentials and the target's logit.
+    /// Of a split weight each rank makes the logits of its own words, for a chunk of rows at a time, in f32.
+    /// The ranks exchange three or four numbers of each row of a chunk. Gradients are computed in forward.
     ///
     /// # Shapes
     ///
@@ -120,7 +123,7 @@ impl LmHead {
     }
 }
 
-/// Computes the loss from the logits of this rank's words.
+/// Computes the loss from the logits of this rank's words, in chunks of rows, with its gradients.
 fn split_cross_entropy(
     ranks: &Sharded,
     split: TensorSplit,
@@ -131,35 +134,125 @@ fn split_cross_entropy(
     let ([rows, _], [own, _]) = (hidden.dims(), weight.dims());
     let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let hidden = ranks.share_with_tensor_ranks(hidden);
-    let logits = hidden.matmul(weight.transpose()).cast(dtype);
-    // The largest logit of a row changes no result, and takes no gradient.
-    let largest = ranks.gather_from_tensor_ranks(logits.clone().detach().max_dim(1)).max_dim(1);
-    let shifted = logits - largest;
-    let counts = match options.ignore_index {
-        Some(ignored) => targets.clone().not_equal_elem(ignored).float().cast(dtype),
-        None => Tensor::ones([rows], (&shifted.device(), dtype)),
-    };
-    let (at, others) = ranks.own_ids(targets, (split, own));
-    let at = at.unsqueeze_dim(1);
-    let chosen = shifted.clone().gather(1, at).mask_fill(others.unsqueeze_dim(1), 0.0);
-    // One exchange for all sums of a row.
-    let smoothing = options.label_smoothing;
-    let mut own_sums = vec![shifted.clone().exp().sum_dim(1), chosen];
-    if smoothing > 0.0 {
-        own_sums.push(shifted.sum_dim(1));
+    with_gradients([&hidden, &weight], |[hidden, weight], wanted| {
+        let device = hidden.device();
+        let targets = targets.to_device(&device);
+        let counts = match options.ignore_index {
+            Some(ignored) => targets.clone().not_equal_elem(ignored).float().cast(dtype),
+            None => Tensor::ones([rows], (&device, dtype)),
+        };
+        let smoothing = options.label_smoothing;
+        let (targets, others) = ranks.own_ids(targets, (split, own));
+        let head = SplitHead { ranks, split, weight, dtype, smoothing };
+        let of_weight = wanted[1].then(|| Tensor::zeros(head.weight.dims(), (&device, dtype)));
+        let mut sums = Sums { losses: Vec::new(), of_hidden: wanted[0].then(Vec::new), of_weight };
+        let chunk = options.chunk(rows, own);
+        for start in (0..rows).step_by(chunk) {
+            let len = chunk.min(rows - start);
+            head.add_rows(
+                hidden.clone().narrow(0, start, len),
+                SplitTargets {
+                    own: targets.clone().narrow(0, start, len).unsqueeze_dim(1),
+                    others: others.clone().narrow(0, start, len).unsqueeze_dim(1),
+                    counts: counts.clone().narrow(0, start, len).unsqueeze_dim(1),
+                },
+                &mut sums,
+            );
+        }
+        let one = Tensor::ones([1], (&device, dtype));
+        let factor = match options.reduction {
+            Reduction::Mean | Reduction::Auto => one / counts.sum().clamp_min(1.0),
+            Reduction::BatchMean => one.div_scalar(rows.max(1) as f64),
+            Reduction::Sum => one,
+        };
+        let loss = Tensor::cat(sums.losses, 0).sum() * factor.clone();
+        let of_hidden = sums.of_hidden.map(|gradients| Tensor::cat(gradients, 0));
+        let gradients = of_hidden.into_iter().chain(sums.of_weight).collect();
+        ComputedLoss { loss, factor, gradients }
+    })
+}
+
+/// A head of which each rank has a part of the words. Tensors are on a device without autodiff.
+struct SplitHead<'a> {
+    ranks: &'a Sharded,
+    split: TensorSplit,
+    /// `[own words, d_model]`
+    weight: Tensor<2>,
+    /// Dtype of logits and sums.
+    dtype: DType,
+    smoothing: f64,
+}
+
+/// Targets of some rows, each `[rows, 1]`.
+struct SplitTargets {
+    /// Numbers among the words of this rank.
+    own: Tensor<2, Int>,
+    /// Whether the target is a word of another rank.
+    others: Tensor<2, Bool>,
+    /// 1 for a row that counts, else 0.
+    counts: Tensor<2>,
+}
+
+/// Sums over all rows so far.
+struct Sums {
+    /// Losses of the rows of each chunk, `[rows, 1]`.
+    losses: Vec<Tensor<2>>,
+    /// Gradients of the hidden values of each chunk, if they are wanted.
+    of_hidden: Option<Vec<Tensor<2>>>,
+    /// Gradient of the weight, if it is wanted.
+    of_weight: Option<Tensor<2>>,
+}
+
+impl SplitHead<'_> {
+    /// Adds the losses of some rows, and their gradients. The ranks exchange three or four numbers of each
+    /// row: the logarithm of the sum of the exponentials of a rank's logits, the target's logit, and the sum
+    /// of the logits if the targets are smoothed.
+    fn add_rows(&self, hidden: Tensor<2>, targets: SplitTargets, sums: &mut Sums) {
+        let SplitTargets { own, others, counts } = targets;
+        let product = |a, b| linear(a, b, None, LinearActivation::Identity);
+        let logits = product(hidden.clone(), self.weight.clone().transpose()).cast(self.dtype);
+        let top = logits.clone().max_dim(1);
+        let chosen = logits.clone().gather(1, own.clone()).mask_fill(others.clone(), 0.0);
+        let sum = (self.smoothing > 0.0).then(|| logits.clone().sum_dim(1));
+        let shares = softmax(logits, 1);
+        // The largest share is that of the largest logit.
+        let of_part = top - shares.clone().max_dim(1).log();
+        let own_numbers = [of_part.clone(), chosen].into_iter().chain(sum).collect();
+        let numbers = self.numbers_of_ranks(Tensor::cat(own_numbers, 1));
+        let [of_parts, chosen] = [&numbers[0], &numbers[1]];
+        let top = of_parts.clone().max_dim(1);
+        let of_all = (of_parts.clone() - top.clone()).exp().sum_dim(1).log() + top;
+        let rest = 1.0 - self.smoothing;
+        let mut losses = of_all.clone() - chosen.clone().sum_dim(1).mul_scalar(rest);
+        let words = (self.weight.dims()[0] * self.split.parts) as f64;
+        if let Some(sum) = numbers.get(2) {
+            losses = losses - sum.clone().sum_dim(1).mul_scalar(self.smoothing / words);
+        }
+        sums.losses.push(losses * counts.clone());
+        if sums.of_hidden.is_none() && sums.of_weight.is_none() {
+            return;
+        }
+        let mut slopes = shares * ((of_part - of_all).exp() * counts.clone());
+        if self.smoothing > 0.0 {
+            slopes = slopes - counts.clone().mul_scalar(self.smoothing / words);
+        }
+        let of_targets = counts.mul_scalar(-rest).mask_fill(others, 0.0);
+        let slopes = slopes.scatter(1, own, of_targets, IndexingUpdateOp::Add);
+        let slopes = slopes.cast(hidden.dtype());
+        if let Some(of_hidden) = &mut sums.of_hidden {
+            of_hidden.push(product(slopes.clone(), self.weight.clone()).cast(self.dtype));
+        }
+        if let Some(of_weight) = sums.of_weight.take() {
+            sums.of_weight = Some(of_weight + product(slopes.transpose(), hidden).cast(self.dtype));
+        }
     }
-    let sums = ranks.sum_over_tensor_ranks(Tensor::cat(own_sums, 1));
-    let column = |at| sums.clone().narrow(1, at, 1);
-    let mut losses = column(0).log() - column(1).mul_scalar(1.0 - smoothing);
-    if smoothing > 0.0 {
-        let words = (own * split.parts) as f64;
-        losses = losses - column(2).mul_scalar(smoothing / words);
-    }
-    let loss = (losses.squeeze_dim::<1>(1) * counts.clone()).sum();
-    match options.reduction {
-        Reduction::Mean | Reduction::Auto => loss / counts.sum().clamp_min(1.0),
-        Reduction::BatchMean => loss.div_scalar(rows.max(1) as f64),
-        Reduction::Sum => loss,
+
+    /// Returns the columns of this rank's `[rows, columns]`, each as `[rows, ranks]` with those of all ranks.
+    fn numbers_of_ranks(&self, own: Tensor<2>) -> Vec<Tensor<2>> {
+        let [rows, columns] = own.dims();
+        let all = self.ranks.gather_from_tensor_ranks(own);
+        let all = all.reshape([rows, self.split.parts, columns]);
+        (0..columns).map(|at| all.clone().narrow(2, at, 1).squeeze_dim(2)).collect()
     }
 }
 

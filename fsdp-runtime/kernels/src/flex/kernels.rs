@@ -16,7 +16,7 @@ use super::new_tensor::{TASK, Uninit, new_tensor};
 use super::product::Threads;
 use super::{
     attention, cross_entropy, decode, dropout, gelu, linear, normalization, product,
-    random_rounding, rotary, softmax, sums, swiglu,
+    random_rounding, rotary, softmax, sums, swiglu, table,
 };
 use crate::StorageType;
 use crate::attention::{AttentionRule, AttentionTensors, composed};
@@ -316,6 +316,11 @@ impl Kernels for Flex {
         let elements = (slice_mut(&mut target), columns);
         product::multiply(Threads::Pool, elements, true, 1.0, [&a, &b].map(product::matrix));
         target
+    }
+
+    fn table_gradient(grad: FlexTensor, ids: FlexTensor, shape: Shape) -> FlexTensor {
+        let [grad, ids] = [grad, ids].map(contiguous);
+        with_float_type!(grad.dtype(), |E| table::gradient(slice::<E>(&grad), slice(&ids), shape))
     }
 
     fn swiglu(gate: FlexTensor, up: FlexTensor) -> FlexTensor {

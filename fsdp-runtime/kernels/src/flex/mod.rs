@@ -23,6 +23,7 @@ mod rows;
 mod softmax;
 mod sums;
 mod swiglu;
+mod table;
 
 pub use self::decode::decode_into;
 pub use self::host_copies::{cast_when_copied, copy_of_bytes};

@@ -60,6 +60,70 @@ pub(crate) fn linear_cross_entropy_tracked(
     loss.ok()
 }
 
+/// A loss and its gradients, which the caller of [`with_gradients`] computes.
+pub(crate) struct ComputedLoss {
+    /// `[1]`
+    pub(crate) loss: Tensor<1>,
+    /// Factor of all gradients, `[1]`.
+    pub(crate) factor: Tensor<1>,
+    /// The gradients that were asked for, in the order of the tensors, each less the factor, in the dtype of the
+    /// loss.
+    pub(crate) gradients: Vec<Tensor<2>>,
+}
+
+/// Returns a loss of hidden values and weight, recorded for backward with the gradients that `compute` returns.
+///
+/// `compute` gets both tensors on the device without autodiff, and which of them need gradients.
+///
+/// # Panics
+///
+/// If the tensors are on a device that no model is sharded on.
+pub(crate) fn with_gradients(
+    [hidden, weight]: [&Tensor<2>; 2],
+    compute: impl FnOnce([Tensor<2>; 2], [bool; 2]) -> ComputedLoss,
+) -> Tensor<1> {
+    let device = hidden.device();
+    let loss: Result<Tensor<1>, KernelError> = with_backend!(device, |B, _inner| {
+        let parents = [hidden, weight].map(|tensor| tensor.clone().into_dispatch());
+        let loss =
+            take_all::<B>(parents).and_then(|parents| record_computed::<B>(parents, compute));
+        let other = || KernelError::OtherDevice { device: format!("{device:?}") };
+        loss.map(|loss| Tensor::from_dispatch(B::into_dispatch(loss))).ok_or_else(other)
+    });
+    loss.expect("a sharded model is on a device that this crate knows")
+}
+
+/// Computes a loss, and records it if the tensors are of an autodiff device.
+fn record_computed<B: ModelBackend>(
+    parents: Taken<B>,
+    compute: impl FnOnce([Tensor<2>; 2], [bool; 2]) -> ComputedLoss,
+) -> Option<FloatTensor<B>> {
+    let give = |tensor: Float<B>| -> Tensor<2> {
+        Tensor::from_dispatch(B::into_dispatch(FloatTensor::Plain(tensor)))
+    };
+    let take = |tensor| Some(B::from_dispatch(tensor)?.into_inner());
+    let (tensors, context) = match parents {
+        Taken::Plain(tensors) => {
+            let tensors = <[_; 2]>::try_from(tensors).ok()?.map(give);
+            let loss = compute(tensors, [false; 2]).loss;
+            return Some(FloatTensor::Plain(take(loss.into_dispatch())?));
+        }
+        Taken::Autodiff(tensors, context) => (<[Tracked<B>; 2]>::try_from(tensors).ok()?, context),
+    };
+    let [of_hidden, of_weight] = tensors.each_ref().map(|tensor| tensor.is_tracked());
+    let primitives = tensors.clone().map(Tracked::<B>::into_primitive);
+    let dtype = primitives[0].dtype();
+    let computed = compute(primitives.map(give), [of_hidden, of_weight]);
+    let gradients = computed.gradients.into_iter().map(|tensor| take(tensor.into_dispatch()));
+    let results = LossResults {
+        loss: take(computed.loss.into_dispatch())?,
+        factor: take(computed.factor.into_dispatch())?,
+        gradients: gradients.collect::<Option<_>>()?,
+    };
+    let needed = [of_hidden, of_weight, false];
+    Some(FloatTensor::Autodiff(finish::<B, 2>(&tensors, results, needed, dtype), context))
+}
+
 /// Computes the loss. The tensors are the hidden values, the weight, and the bias if there is one.
 fn apply<B: ModelBackend>(
     tensors: Taken<B>,
@@ -108,20 +172,30 @@ fn record<B: ModelBackend, const N: usize>(
     targets: Float<B>,
     rule: LossRule,
 ) -> Tracked<B> {
-    let nodes = tensors.each_ref().map(|tensor| tensor.node());
     let mut gradients = [false; 3];
     for (wanted, tensor) in gradients.iter_mut().zip(&tensors) {
         *wanted = tensor.is_tracked();
     }
-    let tensors = Vec::from(tensors.map(Tracked::<B>::into_primitive));
-    let dtype = tensors[0].dtype();
-    let results = forward::<B>(tensors, targets, LossRule { gradients, ..rule });
+    let primitives = Vec::from(tensors.clone().map(Tracked::<B>::into_primitive));
+    let dtype = primitives[0].dtype();
+    let results = forward::<B>(primitives, targets, LossRule { gradients, ..rule });
+    finish::<B, N>(&tensors, results, gradients, dtype)
+}
+
+/// Records a loss of `tensors` whose gradients are known.
+fn finish<B: ModelBackend, const N: usize>(
+    tensors: &[Tracked<B>; N],
+    results: LossResults<Float<B>>,
+    needed: [bool; 3],
+    dtype: DType,
+) -> Tracked<B> {
     let loss = results.loss.clone();
+    let nodes = tensors.each_ref().map(|tensor| tensor.node());
     let op = Backward::<B, N>::prepare::<NoCheckpointing>(LinearCrossEntropy, nodes);
     match op.compute_bound().stateful() {
         OpsKind::Tracked(op) => {
             let saved = Saved::tensors::<B>(&results.gradients);
-            op.finish(State { results, needed: gradients, dtype, saved }, loss)
+            op.finish(State { results, needed, dtype, saved }, loss)
         }
         OpsKind::UnTracked(op) => op.finish(loss),
     }

@@ -19,6 +19,7 @@ mod codes;
 mod copies;
 mod cross_entropy;
 mod dropout;
+mod embedding;
 mod error;
 mod gelu;
 mod linear;
@@ -34,9 +35,12 @@ mod two_results;
 pub(crate) use self::attention::attention_tracked;
 pub use self::codes::{decode, encode};
 pub use self::copies::{cast, pack, unpack};
-pub(crate) use self::cross_entropy::{LossInputs, linear_cross_entropy_tracked};
+pub(crate) use self::cross_entropy::{
+    ComputedLoss, LossInputs, linear_cross_entropy_tracked, with_gradients,
+};
 pub use self::dropout::dropout;
 pub(crate) use self::dropout::dropout_tracked;
+pub(crate) use self::embedding::embedding_tracked;
 pub use self::error::KernelError;
 pub(crate) use self::gelu::gelu_tracked;
 pub(crate) use self::linear::{LinearParams, SharedInput, linear_tracked};
