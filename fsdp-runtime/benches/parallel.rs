@@ -4,7 +4,7 @@
 //!
 //! All meshes take turns in each round, so that other load on the machine affects all of them. Times are medians
 //! over all rounds, of the slowest rank. Also prints the exchanges among tensor parallel ranks in a step, which are two for
-//! each block and pass, one of the embedding, two of the loss, and one of the head's input.
+//! each block and pass, one of the embedding, one of each chunk of the loss, and one of the head's input.
 
 use std::time::Instant;
 
