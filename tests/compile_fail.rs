@@ -96,6 +96,11 @@ fn indent(line: &str) -> usize {
     line.len() - line.trim_start_matches(' ').len()
 }
 
+/// Returns a file without the line and the column in it.
+fn without_position(place: &str) -> &str {
+    place.trim_end_matches(|c: char| c.is_ascii_digit() || c == ':')
+}
+
 /// Returns one message without the numbers of lines in other files, which widen its margin.
 fn without_lines_of_others(message: &[&str]) -> String {
     let (mut is_other, mut margin, mut widest) = (false, None, 1);
@@ -110,8 +115,14 @@ fn without_lines_of_others(message: &[&str]) -> String {
             margin.get_or_insert(before.len());
             is_other = !place.starts_with("tests/ui/");
             if is_other {
-                let file = place.trim_end_matches(|c: char| c.is_ascii_digit() || c == ':');
-                line = format!("{before}--> {file}");
+                line = format!("{before}--> {}", without_position(place));
+            }
+        } else if let Some((before, place)) =
+            line.split_once("::: ").filter(|(it, _)| it.trim().is_empty())
+        {
+            is_other = !place.starts_with("tests/ui/");
+            if is_other {
+                line = format!("{before}::: {}", without_position(place));
             }
         } else if line.starts_with("help: ") {
             // What it suggests is a change of the case.
@@ -168,9 +179,9 @@ fn wrong_use_does_not_compile() {
 #[test]
 fn what_changes_in_other_places_is_left_out() {
     let text = "error: no\n   --> tests/ui/a.rs:9:1\n    |\n  9 | struct A;\n    = help: these\n              and 12 others\n\
-                note: by\n   --> src/b.rs:108:3\n    |\n108 | trait B;\n\n\
+                note: by\n   --> src/b.rs:108:3\n    |\n108 | trait B;\n    |\n   ::: src/c.rs:7:1\n    |\n  7 | impl B;\n\n\
                 error: aborting due to 2 previous errors\n\nFor more information about this error, try\n";
     let expected = "error: no\n --> tests/ui/a.rs:9:1\n  |\n9 | struct A;\n  = help: these\n            and $N others\n\
-                    note: by\n --> src/b.rs\n  |\n  | trait B;";
+                    note: by\n --> src/b.rs\n  |\n  | trait B;\n  |\n ::: src/c.rs\n  |\n  | impl B;";
     assert_eq!(normalized(text), expected);
 }

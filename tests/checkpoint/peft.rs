@@ -401,7 +401,6 @@ fn adapters_that_do_not_fit_are_refused() {
         ("use_dora", true.into()),
         ("bias", "all".into()),
         ("init_lora_weights", "pissa".into()),
-        ("exclude_modules", ".*up".into()),
         ("target_parameters", serde_json::json!(["experts.down"])),
         ("a_setting_of_next_year", 3.into()),
     ] {
@@ -421,6 +420,8 @@ fn adapters_that_do_not_fit_are_refused() {
         ("alpha_pattern", serde_json::json!([3])),
         ("target_modules", "up(".into()),
         ("target_modules", 3.into()),
+        ("exclude_modules", "(?<!q)up".into()),
+        ("exclude_modules", 3.into()),
         ("layers_to_transform", serde_json::json!([0, -1])),
         ("layers_to_transform", "0".into()),
         ("layers_pattern", 3.into()),
@@ -435,6 +436,8 @@ fn adapters_that_do_not_fit_are_refused() {
     assert_eq!(config.target_modules(), ["all-linear"]);
     let config = change("exclude_modules", serde_json::json!(["head"])).unwrap();
     assert_eq!(config.excluded_modules(), ["head"]);
+    let config = change("exclude_modules", ".*up".into()).unwrap();
+    assert_eq!((config.excluded_pattern(), config.excluded_modules()), (Some(".*up"), &[][..]));
     let config = change("target_modules", r".*\.(up|down)".into()).unwrap();
     assert_eq!(
         (config.target_pattern(), config.target_modules()),

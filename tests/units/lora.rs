@@ -267,6 +267,11 @@ fn excluded_modules_and_the_output_layer_have_no_adapter() {
     let query = lora().with_target_modules(["value"]).with_excluded_modules(["layers.0"]);
     assert_eq!(adapted(query), ["layers.1.attention.value", "layers.1.value"]);
     assert_eq!(adapted(lora().with_target_modules(["all-linear"])).len(), 7);
+    let pattern = lora().with_excluded_pattern(r".*attention\..*|.*\.1\..*|classifier");
+    assert_eq!(adapted(pattern), ["layers.0.value"]);
+    let error = lora().with_excluded_pattern(r"attention\..*").apply(net()).unwrap_err();
+    let LoraError::ExcludedModules { modules, .. } = &error else { panic!("{error}") };
+    assert_eq!(modules, &[r"attention\..*"]);
     let error = lora().with_excluded_modules(["lm_head"]).apply(net()).unwrap_err();
     let LoraError::ExcludedModules { modules, .. } = &error else { panic!("{error}") };
     assert_eq!(modules, &["lm_head"]);

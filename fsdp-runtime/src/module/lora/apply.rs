@@ -2,11 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use regex::Regex;
-
 use super::attach::Attach;
 use super::config::LoraConfig;
-use super::pattern::{Blocks, Scale, Scales, target_pattern};
+use super::pattern::{Blocks, Scale, Scales, excluded_pattern, target_pattern};
 use super::survey::{LinearLayer, Survey};
 use crate::error::LoraError;
 use crate::module::{FsdpModule, ModulePath};
@@ -59,13 +57,22 @@ impl LoraConfig {
         let excluded = survey.params_in_all(&self.excluded_modules);
         let excluded = excluded
             .map_err(|(modules, candidates)| LoraError::ExcludedModules { modules, candidates })?;
+        let pattern = excluded_pattern(self)?;
+        let is_excluded =
+            |layer: &LinearLayer| pattern.as_ref().is_some_and(|regex| layer.matches(regex));
+        if let (Some(pattern), false) =
+            (&self.excluded_pattern, pattern.is_none() || survey.layers.iter().any(is_excluded))
+        {
+            let (modules, candidates) = (vec![pattern.clone()], survey.layer_labels());
+            return Err(LoraError::ExcludedModules { modules, candidates });
+        }
         let all_linear =
             matches!(&self.target_modules[..], [name] if name.to_lowercase() == ALL_LINEAR);
         let is_output = |layer: &LinearLayer| OUTPUT_LAYERS.iter().any(|name| layer.is_named(name));
         let is_left_out = |layer: &LinearLayer| {
             let weight = layer.weight();
             let named = trained.contains(&weight) || excluded.contains(&weight);
-            named || (all_linear && is_output(layer))
+            named || is_excluded(layer) || (all_linear && is_output(layer))
         };
         let layers = survey.layers.iter().filter(|layer| !is_left_out(layer));
         let layers: Vec<&LinearLayer> = layers.collect();
@@ -89,10 +96,8 @@ impl LoraConfig {
         }
         let pattern = target_pattern(self)?;
         let is_named = |layer: &&LinearLayer| {
-            let matches =
-                |regex: &Regex| layer.names.both().iter().any(|name| regex.is_match(name));
             (named.is_empty() || named.iter().any(|name| layer.is_named(name)))
-                && pattern.as_ref().is_none_or(matches)
+                && pattern.as_ref().is_none_or(|regex| layer.matches(regex))
         };
         let targets: Vec<&LinearLayer> = in_units.into_iter().filter(is_named).collect();
         if targets.is_empty() {

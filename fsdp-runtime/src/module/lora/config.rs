@@ -64,6 +64,7 @@ pub struct LoraConfig {
     pub(super) layers_to_transform: Vec<usize>,
     pub(super) layers_pattern: Vec<String>,
     pub(super) excluded_modules: Vec<String>,
+    pub(super) excluded_pattern: Option<String>,
     pub(super) target_units: Vec<UnitType>,
     pub(super) modules_to_save: Vec<String>,
 }
@@ -83,6 +84,7 @@ impl LoraConfig {
             layers_to_transform: Vec::new(),
             layers_pattern: Vec::new(),
             excluded_modules: Vec::new(),
+            excluded_pattern: None,
             target_units: Vec::new(),
             modules_to_save: Vec::new(),
         }
@@ -195,6 +197,14 @@ impl LoraConfig {
         self
     }
 
+    /// Gives the linear layers no adapter whose whole module path, or whole checkpoint key, the regular
+    /// expression `pattern` matches. It excludes layers beside those of
+    /// [`with_excluded_modules`](Self::with_excluded_modules). PEFT's `exclude_modules` as a text.
+    pub fn with_excluded_pattern(mut self, pattern: impl Into<String>) -> Self {
+        self.excluded_pattern = Some(pattern.into());
+        self
+    }
+
     /// Restricts adapters to the linear layers in units of these types, directly or below:
     /// `unit_types![BertLayer]`. Target modules restrict them further.
     pub fn with_target_units(mut self, units: &[UnitType]) -> Self {
@@ -266,6 +276,11 @@ impl LoraConfig {
     /// Returns the names of the modules without adapters.
     pub fn excluded_modules(&self) -> &[String] {
         &self.excluded_modules
+    }
+
+    /// Returns the regular expression for the names of layers without adapters, if there is one.
+    pub fn excluded_pattern(&self) -> Option<&str> {
+        self.excluded_pattern.as_deref()
     }
 
     /// Returns the names of the modules that are trained in full.

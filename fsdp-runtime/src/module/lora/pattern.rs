@@ -57,6 +57,7 @@ impl Scales {
             (!is_alpha(alpha)).then(fault)
         })?;
         target_pattern(config)?;
+        excluded_pattern(config)?;
         Blocks::new(config)?;
         let LoraConfig { rank, alpha, rank_stabilised, .. } = *config;
         Ok(Self { rank, alpha, rank_stabilised, ranks, alphas })
@@ -118,8 +119,19 @@ fn expression(setting: &'static str, text: &str, whole: &str) -> Result<Regex, L
 
 /// Returns the expression of a configuration for whole names of target modules, if there is one.
 pub(super) fn target_pattern(config: &LoraConfig) -> Result<Option<Regex>, LoraError> {
-    let read = |text: &String| expression("target_modules", text, &format!("^(?:{text})$"));
-    config.target_pattern.as_ref().map(read).transpose()
+    whole_names("target_modules", config.target_pattern.as_ref())
+}
+
+/// Returns the expression of a configuration for whole names of layers without adapters, if there is one.
+pub(super) fn excluded_pattern(config: &LoraConfig) -> Result<Option<Regex>, LoraError> {
+    whole_names("exclude_modules", config.excluded_pattern.as_ref())
+}
+
+fn whole_names(
+    setting: &'static str,
+    pattern: Option<&String>,
+) -> Result<Option<Regex>, LoraError> {
+    pattern.map(|text| expression(setting, text, &format!("^(?:{text})$"))).transpose()
 }
 
 /// The numbers of the blocks that get adapters.
@@ -232,6 +244,10 @@ mod tests {
             (
                 LoraConfig::new(4).with_target_pattern("q("),
                 "`target_modules` has `q(`, which is no",
+            ),
+            (
+                LoraConfig::new(4).with_excluded_pattern("(?!q)"),
+                "`exclude_modules` has `(?!q)`, which is no",
             ),
             (
                 LoraConfig::new(4).with_layers_to_transform([0]).with_layers_pattern(["(h"]),

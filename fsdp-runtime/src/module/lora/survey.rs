@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::Tensor;
+use regex::Regex;
 
 use crate::error::LoraError;
 use crate::module::{Child, FsdpModule, ModulePath, Node, ParamVisitor, Sharded, UnitType};
@@ -82,6 +83,11 @@ impl LinearLayer {
     /// Returns whether a target names the layer.
     pub(super) fn is_named(&self, target: &str) -> bool {
         self.names.end_in(target)
+    }
+
+    /// Returns whether an expression matches the whole path or the whole checkpoint key of the layer.
+    pub(super) fn matches(&self, pattern: &Regex) -> bool {
+        self.names.both().iter().any(|name| pattern.is_match(name))
     }
 
     /// Returns whether the layer is in a unit of the type.

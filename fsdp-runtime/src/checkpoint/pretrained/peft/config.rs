@@ -56,14 +56,6 @@ impl PeftConfig {
             let file = file.clone();
             return Err(LoadError::Setting { file, setting, value, reason: reason.into() });
         }
-        if json["exclude_modules"].is_string() {
-            return Err(LoadError::Setting {
-                file: file.clone(),
-                setting: "exclude_modules".into(),
-                value: json["exclude_modules"].to_string(),
-                reason: "a list of names is read, and no regular expression".into(),
-            });
-        }
         let patterns: Patterns = serde_json::from_slice(text).map_err(|error| {
             wrong(format!("`rank_pattern` or `alpha_pattern` is no object: {error}"))
         })?;
@@ -120,6 +112,10 @@ fn lora_config(json: &Value, patterns: Patterns) -> Result<LoraConfig, String> {
         Some(pattern) => config.with_target_pattern(pattern),
         None => config.with_target_modules(list(json, "target_modules")?),
     };
+    let config = match json["exclude_modules"].as_str() {
+        Some(pattern) => config.with_excluded_pattern(pattern),
+        None => config.with_excluded_modules(list(json, "exclude_modules")?),
+    };
     Ok(config
         .with_alpha(alpha)
         .with_dropout(dropout)
@@ -128,7 +124,6 @@ fn lora_config(json: &Value, patterns: Patterns) -> Result<LoraConfig, String> {
         .with_alpha_pattern(patterns.alpha_pattern.values("alpha_pattern", Value::as_f64)?)
         .with_layers_to_transform(numbers(json, "layers_to_transform")?)
         .with_layers_pattern(names(json, "layers_pattern")?)
-        .with_excluded_modules(list(json, "exclude_modules")?)
         .with_modules_to_save(list(json, "modules_to_save")?))
 }
 
@@ -174,9 +169,8 @@ impl LoraConfig {
     /// # Errors
     ///
     /// [`LoadError`] if `adapter_config.json` cannot be read. [`LoadError::Setting`] names a setting that
-    /// has no equivalent here: DoRA and other types of adapters, trained biases, excluded modules as a
-    /// regular expression, an initialisation that changes the base, and settings that are unknown and not
-    /// empty.
+    /// has no equivalent here: DoRA and other types of adapters, trained biases, an initialisation
+    /// that changes the base, and settings that are unknown and not empty.
     pub fn from_peft(folder: impl AsRef<Path>) -> Result<Self, LoadError> {
         Ok(PeftConfig::read(folder.as_ref())?.lora)
     }
