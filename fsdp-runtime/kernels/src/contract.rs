@@ -114,9 +114,8 @@ pub trait Kernels: Backend {
 
     /// Returns `a · b` in `dtype`, which is that of both or f32. Tensors have as many dimensions; those but
     /// the last two are equal. The product is not rounded to a narrower dtype before.
-    fn product([a, b]: [Float<Self>; 2], dtype: DType) -> Float<Self> {
-        let [a, b] = [a, b].map(|tensor| cast::<Self>(tensor, dtype));
-        Self::float_matmul(a, b)
+    fn product(factors: [Float<Self>; 2], dtype: DType) -> Float<Self> {
+        product::<Self>(factors, dtype)
     }
 
     /// Returns whether [`product`](Self::product) on the device is an implementation of this crate. Elsewhere
@@ -292,6 +291,12 @@ pub fn cast<B: Kernels>(tensor: Float<B>, dtype: DType) -> Float<B> {
         found if takes(found) && takes(dtype) => B::cast(tensor, dtype, None),
         _ => B::float_cast(tensor, dtype.into()),
     }
+}
+
+/// Computes [`Kernels::product`] with Burn's product.
+pub(crate) fn product<B: Kernels>(factors: [Float<B>; 2], dtype: DType) -> Float<B> {
+    let [a, b] = factors.map(|tensor| cast::<B>(tensor, dtype));
+    B::float_matmul(a, b)
 }
 
 /// Computes [`Kernels::affine_gradients`] with a product and a sum of columns.

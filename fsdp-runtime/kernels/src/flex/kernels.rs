@@ -22,7 +22,7 @@ use crate::StorageType;
 use crate::attention::{AttentionRule, AttentionTensors, composed};
 use crate::batched_steps::StepBatch;
 use crate::codes;
-use crate::contract::{AdamTensors, Kernels, RankMean, Sums, takes};
+use crate::contract::{self, AdamTensors, Kernels, RankMean, Sums, takes};
 use crate::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
 use crate::linear::LinearActivation;
 use crate::mask::MaskSource;
@@ -293,13 +293,13 @@ impl Kernels for Flex {
         with_float_type!(matrix.dtype(), |E| linear::column_sums::<E>(&matrix))
     }
 
-    fn product([a, b]: [FlexTensor; 2], dtype: DType) -> FlexTensor {
-        let is_matrix = |tensor: &FlexTensor| tensor.shape().num_dims() == 2;
-        if is_matrix(&a) && [a.dtype(), b.dtype(), dtype].into_iter().all(takes) {
-            return product::product([&a, &b], dtype);
+    fn product(factors: [FlexTensor; 2], dtype: DType) -> FlexTensor {
+        let [a, b] = &factors;
+        let are_matrices = a.shape().num_dims() == 2;
+        if are_matrices && [a.dtype(), b.dtype(), dtype].into_iter().all(takes) {
+            return product::product([a, b], dtype);
         }
-        let [a, b] = [a, b].map(|tensor| Self::float_cast(tensor, dtype.into()));
-        Self::float_matmul(a, b)
+        contract::product::<Self>(factors, dtype)
     }
 
     fn has_product(_: &FlexDevice) -> bool {
