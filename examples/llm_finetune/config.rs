@@ -75,6 +75,8 @@ pub struct ModelConfig {
     pub tie_word_embeddings: bool,
     /// Standard deviation of new matrices.
     pub initializer_range: f64,
+    /// Id whose embedding gets no gradient from lookups.
+    pub pad_token_id: Option<usize>,
     /// Number of keys that a query sees at most, for each layer.
     pub windows: Vec<Option<usize>>,
 }
@@ -158,9 +160,10 @@ impl Settings {
         }
         let layers = self.count("num_hidden_layers", None)?;
         let (rope_theta, rope_scaling) = self.rotary()?;
+        let vocab_size = self.count("vocab_size", None)?;
         Ok(ModelConfig {
             model_type,
-            vocab_size: self.count("vocab_size", None)?,
+            vocab_size,
             hidden_size,
             intermediate_size: self.count("intermediate_size", None)?,
             num_hidden_layers: layers,
@@ -173,8 +176,18 @@ impl Settings {
             rope_scaling,
             tie_word_embeddings: self.flag("tie_word_embeddings", false)?,
             initializer_range: self.number("initializer_range", 0.02)?,
+            pad_token_id: self.pad_token_id(vocab_size)?,
             windows: self.windows(model_type, layers)?,
         })
+    }
+
+    /// Returns the id of padding, which may be given from the end of the vocabulary, as PyTorch takes it.
+    fn pad_token_id(&self, vocab_size: usize) -> Result<Option<usize>, ConfigError> {
+        let Some(value) = self.get("pad_token_id") else { return Ok(None) };
+        let tokens = vocab_size as i64;
+        let id = value.as_i64().filter(|id| (-tokens..tokens).contains(id));
+        let expected = || self.error("pad_token_id", format!("it must be one of {tokens} ids"));
+        Ok(Some(id.ok_or_else(expected)?.rem_euclid(tokens) as usize))
     }
 
     fn model_type(&self) -> Result<ModelType, ConfigError> {
@@ -383,6 +396,15 @@ mod tests {
     }
 
     #[test]
+    fn padding_is_counted_from_either_end() {
+        let padding = |id: Value| parse(serde_json::json!({ "pad_token_id": id })).unwrap();
+        for (id, expected) in [(0, 0), (95, 95), (-1, 95), (-96, 0)] {
+            assert_eq!(padding(id.into()).pad_token_id, Some(expected));
+        }
+        assert_eq!(padding(Value::Null).pad_token_id, None);
+    }
+
+    #[test]
     fn windows_are_those_of_the_layers() {
         let mistral = serde_json::json!({"model_type": "mistral", "sliding_window": 5});
         assert_eq!(parse(mistral).unwrap().windows, [Some(5); 3]);
@@ -415,6 +437,7 @@ mod tests {
             ("num_key_value_heads", serde_json::json!(3)),
             ("head_dim", serde_json::json!(7)),
             ("vocab_size", serde_json::json!("many")),
+            ("pad_token_id", serde_json::json!(96)),
         ] {
             let error = parse(serde_json::json!({ key: value.clone() })).unwrap_err();
             let error = error.downcast_ref::<ConfigError>().unwrap();

@@ -281,8 +281,10 @@ impl ModelConfig {
     /// `positions` is the largest number of tokens in a row.
     pub fn init(&self, positions: usize, device: &Device) -> CausalLm {
         let embedding = || -> Embedding {
-            let embedding = EmbeddingConfig::new(self.vocab_size, self.hidden_size);
-            embedding.with_initializer(self.initializer()).init(device)
+            EmbeddingConfig::new(self.vocab_size, self.hidden_size)
+                .with_initializer(self.initializer())
+                .with_padding_idx(self.pad_token_id)
+                .init(device)
         };
         let tokens = embedding();
         let head =

@@ -8,7 +8,7 @@ use crate::backend::ops::embedding_tracked;
 use crate::module::{FsdpModule, Node, ParamMapper, ParamVisitor, Sharded, SplitVocabulary};
 
 /// Configuration of an [`Embedding`] layer. Its fields and defaults are those of
-/// `burn::nn::EmbeddingConfig`.
+/// `burn::nn::EmbeddingConfig`, and `padding_idx` of PyTorch's `nn.Embedding`.
 #[derive(Config, Debug)]
 pub struct EmbeddingConfig {
     /// Number of rows of the table.
@@ -18,37 +18,66 @@ pub struct EmbeddingConfig {
     /// Initialisation of the table. Default: normal with mean 0 and standard deviation 1.
     #[config(default = "Initializer::Normal{mean:0.0, std:1.0}")]
     pub initializer: Initializer,
+    /// Id whose row gets no gradient from lookups, as the models of transformers have it for `pad_token_id`.
+    /// Unlike PyTorch's, the row is initialised as the others are. Default: none.
+    #[config(default = "None")]
+    pub padding_idx: Option<usize>,
 }
 
 impl EmbeddingConfig {
     /// Initialises the layer.
+    ///
+    /// # Panics
+    ///
+    /// If `padding_idx` is no row of the table.
     pub fn init(&self, device: &Device) -> Embedding {
         let shape = [self.n_embedding, self.d_model];
-        Embedding { weight: self.initializer.init(shape, device) }
+        if let Some(id) = self.padding_idx {
+            let rows = self.n_embedding;
+            assert!(
+                id < rows,
+                "`padding_idx` must be below the {rows} rows of the table, and is {id}"
+            );
+        }
+        Embedding { weight: self.initializer.init(shape, device), padding_idx: self.padding_idx }
     }
 }
 
 /// Looks up rows of a table.
 ///
 /// The layer replaces `burn::nn::Embedding`: records, the checkpoint key, initialisation and results are the
-/// same. On Flex the gradient of an f32 table is written once. Under `#[fsdp(vocab)]` each [tensor parallel](crate::FsdpOptions::with_tensor_parallel) rank has a
-/// part of the rows. A rank looks up the ids that it has, and the ranks add their results, of which all but
-/// one are zeros.
+/// same. On Flex the gradient of an f32 table is written once.
+///
+/// Under `#[fsdp(vocab)]` each [tensor parallel](crate::FsdpOptions::with_tensor_parallel) rank has a part of the
+/// rows. A rank looks up the ids that it has, and the ranks add their results, of which all but one are zeros.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct Embedding {
     /// Table, `[n_embedding, d_model]`.
     pub weight: Param<Tensor<2>>,
+    /// Id whose row gets no gradient from lookups.
+    pub padding_idx: Option<usize>,
 }
 
 impl Embedding {
-    /// Returns the row of each id.
+    /// Returns the row of each id. The gradient of a lookup of `padding_idx` is zero; a tied head's gradient of
+    /// the same row is kept.
     ///
     /// # Shapes
     ///
     /// - ids: `[rows, length]`
     /// - output: `[rows, length, d_model]`
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
+        let padding = self.padding_idx.map(|id| ids.clone().equal_elem(id as i64));
+        let rows = self.rows(ids);
+        match padding {
+            Some(is_padding) => rows.clone().mask_where(is_padding.unsqueeze_dim(2), rows.detach()),
+            None => rows,
+        }
+    }
+
+    /// Returns the row of each id, with a gradient for all of them.
+    fn rows(&self, ids: Tensor<2, Int>) -> Tensor<3> {
         let table = self.weight.val();
         let Some((sharded, split)) = Sharded::split_of(&self.weight) else {
             return rows(table, ids);
@@ -69,7 +98,7 @@ impl SplitVocabulary for Embedding {}
 
 impl From<burn::nn::Embedding> for Embedding {
     fn from(layer: burn::nn::Embedding) -> Self {
-        Self { weight: layer.weight }
+        Self { weight: layer.weight, padding_idx: None }
     }
 }
 
@@ -86,7 +115,11 @@ impl ModuleDisplay for Embedding {
 
     fn custom_content(&self, content: Content) -> Option<Content> {
         let [n_embedding, d_model] = self.weight.shape().dims();
-        content.add("n_embedding", &n_embedding).add("d_model", &d_model).optional()
+        let content = content.add("n_embedding", &n_embedding).add("d_model", &d_model);
+        match &self.padding_idx {
+            Some(id) => content.add("padding_idx", id).optional(),
+            None => content.optional(),
+        }
     }
 }
 
@@ -104,5 +137,36 @@ impl FsdpModule for Embedding {
             self.weight = self.weight.map_field(weight, mapper);
         }
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lookups_of_padding_give_no_gradient() {
+        let device = Device::flex().autodiff();
+        let config = EmbeddingConfig::new(4, 2);
+        let plain = config.init(&device);
+        let padded = Embedding { padding_idx: Some(2), ..plain.clone() };
+        let ids = Tensor::from_data([[2, 0, 2], [3, 3, 2]], &device);
+        let rows = [&plain, &padded].map(|layer| layer.forward(ids.clone()));
+        rows[1].clone().into_data().assert_eq(&rows[0].clone().into_data(), true);
+        let gradient = |layer: &Embedding, rows: Tensor<3>| {
+            let grads = rows.sum().backward();
+            layer.weight.grad(&grads).expect("a gradient").into_data()
+        };
+        let [of_plain, of_padded] = rows;
+        let expected = burn::tensor::TensorData::from([[1f32; 2], [0.0; 2], [3.0; 2], [2.0; 2]]);
+        gradient(&plain, of_plain).assert_eq(&expected, true);
+        let expected = burn::tensor::TensorData::from([[1f32; 2], [0.0; 2], [0.0; 2], [2.0; 2]]);
+        gradient(&padded, of_padded).assert_eq(&expected, true);
+    }
+
+    #[test]
+    #[should_panic(expected = "`padding_idx` must be below the 4 rows of the table, and is 4")]
+    fn padding_beyond_the_table_is_refused() {
+        EmbeddingConfig::new(4, 2).with_padding_idx(Some(4)).init(&Device::flex());
     }
 }
