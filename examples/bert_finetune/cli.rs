@@ -200,6 +200,7 @@ impl Cli {
             ranks: &self.ranks,
             timeout: self.timeout,
             output: self.output,
+            classes: &[],
         }
     }
 

@@ -29,6 +29,8 @@ pub struct LaunchInputs<'a> {
     pub timeout: u64,
     /// What the program prints.
     pub output: OutputArgs,
+    /// Classes of transformers that the file may name, each with the unit in its place.
+    pub classes: &'a [(&'a str, &'a str)],
 }
 
 /// Settings of the launch and of sharding.
@@ -75,11 +77,17 @@ impl LaunchSettings {
         file: Option<(Config, Vec<Note>)>,
         started: Option<&RankEnv>,
     ) -> Result<Self> {
-        let (config, notes) = file.unzip();
+        let (mut config, notes) = file.unzip();
         if !inputs.output.quiet && report::reports(started) {
             let checkpoints =
                 config.as_ref().and_then(|c| c.state_dict_note(StateDictType::Sharded));
             notes.iter().flatten().chain(&checkpoints).for_each(|note| eprintln!("{note}"));
+        }
+        let named = config.iter_mut().flat_map(|c| &mut c.fsdp.transformer_layer_cls_to_wrap);
+        for name in named {
+            if let Some((_, unit)) = inputs.classes.iter().find(|(class, _)| class == name) {
+                *name = (*unit).into();
+            }
         }
         let config = config.as_ref();
         let device = match inputs.ranks.device {

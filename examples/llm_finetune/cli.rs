@@ -23,6 +23,10 @@ use crate::common::training::total_steps;
 use crate::generate::GenerateArgs;
 use crate::model::CausalLm;
 
+/// Classes of transformers whose place `DecoderLayer` takes.
+const DECODER_LAYERS: [&str; 4] =
+    ["LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"];
+
 /// Fine-tunes a language model of the Llama family on conversations, in full or with LoRA adapters. Its
 /// parameters, gradients and optimizer state are sharded over ranks.
 ///
@@ -309,6 +313,7 @@ impl Cli {
             ranks: &self.ranks,
             timeout: self.timeout,
             output: self.output,
+            classes: &DECODER_LAYERS.map(|class| (class, "DecoderLayer")),
         })
     }
 

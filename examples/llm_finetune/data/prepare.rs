@@ -160,6 +160,8 @@ fn key(options: &PrepareOptions, tokenizer: &ChatTokenizer) -> Result<[u8; 32]> 
     let mut hash = Sha256::new();
     hash.update(VERSION.to_le_bytes());
     hash.update(tokenizer.fingerprint());
+    // `generation_config.json` may name the token that ends a text.
+    hash.update(tokenizer.eos_ids().first().map_or(-1, |id| i64::from(*id)).to_le_bytes());
     let EncodeOptions { max_length, truncate, train_on_prompt } = options.encode;
     hash.update((max_length as u64).to_le_bytes());
     hash.update([u8::from(truncate), u8::from(train_on_prompt)]);

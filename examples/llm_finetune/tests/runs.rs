@@ -53,6 +53,28 @@ fn losses_are_those_of_one_rank() {
     }
 }
 
+/// A file of Accelerate names the class of transformers. It may set what the command line leaves open.
+#[test]
+fn files_of_accelerate_name_the_layers_of_transformers() {
+    let plain = summary("--world-size 2 --batch-size 4 --steps 2");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("fsdp.yaml");
+    for class in ["Llama", "Mistral", "Qwen2", "Qwen3"] {
+        let text = format!(
+            "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: 'no'\nfsdp_config:\n  \
+             fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  \
+             fsdp_transformer_layer_cls_to_wrap: {class}DecoderLayer\n"
+        );
+        std::fs::write(&file, text).unwrap();
+        let found = run(&["--config", path(&file), "--batch-size", "4", "--steps", "2"]).unwrap();
+        assert_eq!((found.world_size, &found.losses), (2, &plain.losses), "{class}");
+    }
+    let text = std::fs::read_to_string(&file).unwrap().replace("Qwen3", "Gemma");
+    std::fs::write(&file, text).unwrap();
+    let error = format!("{:#}", run(&["--config", path(&file)]).unwrap_err());
+    assert!(error.contains("GemmaDecoderLayer"), "{error}");
+}
+
 /// Tensor parallel ranks have parts of the heads, of the feed-forward block and of the vocabulary.
 #[test]
 fn losses_of_split_matrices_are_those_of_whole_ones() {

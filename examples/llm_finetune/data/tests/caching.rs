@@ -154,6 +154,17 @@ fn other_inputs_make_other_files() {
         CONFIG.replace("\"eos_token\": \"<|im_end|>\"", "\"eos_token\": \"<|endoftext|>\"");
     assert_ne!(config, CONFIG);
     check(&job, &ChatTokenizer::from_parts(TOKENIZER, &config, Some(TEMPLATE)).unwrap());
+    // The first token of the generation configuration ends a text where `eos_token` is not set.
+    let config = CONFIG.replace("\"eos_token\"", "\"other_token\"");
+    let model = tempfile::tempdir().unwrap();
+    let write = |name: &str, contents: &[u8]| fs::write(model.path().join(name), contents).unwrap();
+    write("tokenizer.json", TOKENIZER);
+    write("tokenizer_config.json", config.as_bytes());
+    write("chat_template.jinja", TEMPLATE.as_bytes());
+    for ends in ["2", "[1, 2]"] {
+        write("generation_config.json", format!(r#"{{"eos_token_id":{ends}}}"#).as_bytes());
+        check(&job, &ChatTokenizer::from_folder(model.path()).unwrap());
+    }
     let data = job.folder.path().join("chat.jsonl");
     fs::write(&data, LINES.replace("Yes.", "No.")).unwrap();
     check(&job, &tokenizer());
