@@ -14,6 +14,7 @@ use fsdp_runtime::pretrained::{
     LoadOptions, SaveDtype, SavePretrained, from_pretrained, merge_safetensors,
 };
 use fsdp_runtime::state::FullState;
+use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
 use super::initialisation::Counted;
@@ -243,11 +244,37 @@ fn every_difference_of_an_index_is_listed() {
     assert!(one("`head.weight`"), "{problems_found:?}");
 
     write(&good);
-    let shard = folder.path().join(good["weight_map"]["head.bias"].as_str().unwrap());
-    std::fs::write(&shard, b"torn").unwrap();
-    assert!(problems().iter().any(|problem| problem.contains("not a valid safetensors file")));
+    let name = good["weight_map"]["head.bias"].as_str().unwrap();
+    let shard = folder.path().join(name);
+    let whole = std::fs::read(&shard).unwrap();
+    let bytes = [0; 9 * 4];
+    let bias = TensorView::new(Dtype::F32, vec![9], &bytes).unwrap();
+    std::fs::write(&shard, safetensors::serialize([("head.bias", bias)], None).unwrap()).unwrap();
+    let mut index = good.clone();
+    index["weight_map"]
+        .as_object_mut()
+        .unwrap()
+        .retain(|key, file| key == "head.bias" || file != name);
+    write(&index);
+    let Error::Load(LoadError::Mismatch { misshapen, .. }) = load(1, folder.path()).unwrap_err()
+    else {
+        panic!("a wrong shape is a mismatch");
+    };
+    assert_eq!(misshapen, [format!("head.bias: [9] in {name}, [3] in the model")]);
+
+    write(&good);
+    // A torn or missing shard is named with the tensors that the index has in it.
+    let names_all = |problems: Vec<String>, what: &str| {
+        let problem = problems.iter().find(|problem| problem.contains(what));
+        let problem = problem.unwrap_or_else(|| panic!("{what}: {problems:?}"));
+        let held = good["weight_map"].as_object().unwrap().iter();
+        let first = held.filter(|(_, file)| *file == name).map(|(key, _)| format!("`{key}`")).min();
+        assert!(problem.contains(name) && problem.contains(&first.unwrap()), "{problem}");
+    };
+    std::fs::write(&shard, &whole[..whole.len() - 1]).unwrap();
+    names_all(problems(), "not a valid safetensors file");
     std::fs::remove_file(&shard).unwrap();
-    assert!(problems().iter().any(|problem| problem.contains("cannot read")));
+    names_all(problems(), "cannot read");
 
     for wrong in ["", "[]", "{\"weight_map\": 3}", "\u{0}"] {
         std::fs::write(&path, wrong).unwrap();

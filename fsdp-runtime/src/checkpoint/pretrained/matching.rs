@@ -135,7 +135,7 @@ pub(super) fn match_tensors<T>(
         };
         unused.remove(name.as_str());
         let tensor = &source.tensors[name];
-        match difference(tensor, &wanted) {
+        match difference(tensor, &wanted, source.file_of(name)) {
             Some(difference) => misshapen.push(format!("{name}: {difference}")),
             // The owner of the tied parameter is loaded.
             None if wanted.tied => copies.push(MatchedTensor { tensor: tensor.clone(), wanted }),
@@ -199,7 +199,7 @@ fn is_batch_count(source: &Source, key: &str) -> bool {
 }
 
 /// Describes how the shape or dtype of a tensor differs from the wanted one, if it does.
-fn difference(tensor: &MappedTensor, wanted: &WantedTensor) -> Option<String> {
+fn difference(tensor: &MappedTensor, wanted: &WantedTensor, file: &str) -> Option<String> {
     let mut expected = match wanted.split {
         Some(split) => split.whole_shape(&wanted.shape),
         None => wanted.shape.clone(),
@@ -208,10 +208,10 @@ fn difference(tensor: &MappedTensor, wanted: &WantedTensor) -> Option<String> {
         expected.reverse();
     }
     if tensor.shape != expected {
-        return Some(format!("{:?} in the file, {expected:?} in the model", tensor.shape));
+        return Some(format!("{:?} in {file}, {expected:?} in the model", tensor.shape));
     }
     let float = matches!(tensor.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64);
-    (!float).then(|| format!("{:?} in the file, a float in the model", tensor.dtype))
+    (!float).then(|| format!("{:?} in {file}, a float in the model", tensor.dtype))
 }
 
 impl MatchedTensor {

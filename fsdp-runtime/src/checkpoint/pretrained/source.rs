@@ -20,6 +20,8 @@ pub(super) struct Source {
     /// Path of the file or folder, for error messages.
     pub(super) label: String,
     pub(super) tensors: BTreeMap<String, MappedTensor>,
+    /// Name of the file of each tensor, if an index names several files.
+    files: BTreeMap<String, String>,
 }
 
 impl Source {
@@ -31,7 +33,7 @@ impl Source {
         if path.is_dir() {
             let held = |name: &&str| path.join(name).is_file();
             return match FOLDER.iter().copied().find(held) {
-                Some(METADATA) => Ok(Self { tensors: distributed_checkpoint(path)?, label }),
+                Some(METADATA) => Ok(Self::whole(label, distributed_checkpoint(path)?)),
                 Some(name) => Self::open(&path.join(name)),
                 None => Err(LoadError::Io {
                     file: label,
@@ -42,7 +44,17 @@ impl Source {
         if path.extension().is_some_and(|extension| extension == "json") {
             return Self::index(path);
         }
-        Ok(Self { label, tensors: weights_file(path)? })
+        Ok(Self::whole(label, weights_file(path)?))
+    }
+
+    /// Returns the tensors of one file or folder without an index.
+    fn whole(label: String, tensors: BTreeMap<String, MappedTensor>) -> Self {
+        Self { label, tensors, files: BTreeMap::new() }
+    }
+
+    /// Returns the file of a tensor in words.
+    pub(super) fn file_of(&self, tensor: &str) -> &str {
+        self.files.get(tensor).map_or("the file", String::as_str)
     }
 
     /// Opens the files that an index names, and checks that the index and the files agree.
@@ -57,17 +69,18 @@ impl Source {
             .map_err(|error| LoadError::Io { file: label.clone(), reason: error.to_string() })?;
         let (names_of, mut problems) = read_index(&text).map_err(wrong)?;
         let folder = path.parent().unwrap_or(Path::new(""));
-        let mut tensors = BTreeMap::new();
+        let (mut tensors, mut files) = (BTreeMap::new(), BTreeMap::new());
         for (file, mut names) in names_of {
             let found = match weights_file(&folder.join(&file)) {
                 Ok(found) => found,
                 Err(error) => {
-                    problems.push(error.to_string());
+                    problems.push(format!("{error}; the index has {} in it", listed(&names)));
                     continue;
                 }
             };
             for (name, tensor) in found {
                 if names.remove(name.as_str()) {
+                    files.insert(name.clone(), file.clone());
                     tensors.insert(name, tensor);
                 } else {
                     problems.push(format!("`{name}`: in {file}, where the index does not list it"));
@@ -76,7 +89,7 @@ impl Source {
             problems.extend(names.into_iter().map(|name| format!("`{name}`: not in {file}")));
         }
         if problems.is_empty() {
-            return Ok(Self { label, tensors });
+            return Ok(Self { label, tensors, files });
         }
         problems.sort();
         Err(LoadError::Index { file: label, problems })
@@ -90,7 +103,16 @@ impl Source {
         };
         let file = MappedFile::open(&path)?;
         let label = path.display().to_string();
-        Ok(Self { tensors: record_file(&label, &file)?, label })
+        Ok(Self::whole(label.clone(), record_file(&label, &file)?))
+    }
+}
+
+/// Returns the first names of a file's tensors, and how many more there are.
+fn listed(names: &BTreeSet<String>) -> String {
+    let first: Vec<String> = names.iter().take(3).map(|name| format!("`{name}`")).collect();
+    match names.len() - first.len() {
+        0 => first.join(", "),
+        more => format!("{} and {more} more", first.join(", ")),
     }
 }
 
