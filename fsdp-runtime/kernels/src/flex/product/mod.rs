@@ -3,6 +3,8 @@
 //! A product is written to memory that nothing wrote before. Burn's product of Flex fills its memory with
 //! zeros and copies it to aligned memory first.
 
+mod turned;
+
 use std::borrow::Cow;
 use std::ops::Range;
 
@@ -11,6 +13,7 @@ use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
+use self::turned::{is_faster_turned, multiply_turned};
 use super::float::{KernelFloat, with_float_type};
 use super::loops::convert;
 use super::new_tensor::{TASK, Uninit, new_tensor};
@@ -215,13 +218,21 @@ fn multiply_into(
     assert_eq!(a.columns, b.rows, "the inner sizes of a product");
     check_len(target.len(), [a.rows, b.columns], stride);
     let target = Target { start: target.as_mut_ptr().cast(), stride };
+    // A sum of several products is added to the target part by part, which a turned one is not.
+    let turned = !adds && is_faster_turned(a, b);
+    let [a, b] = if turned { [b.transposed(), a.transposed()] } else { [a, b] };
+    // SAFETY: `check_len` checked that the target holds the result. It is borrowed mutably, and parts have no
+    // element in common.
+    let multiply_at = |[row, column]: [usize; 2], factors| match turned {
+        true => unsafe { multiply_turned(target.part(column, row), scale, factors) },
+        false => unsafe { multiply_part(target.part(row, column), adds, scale, factors) },
+    };
     let [part_rows, part_columns] = match threads {
         Threads::One => [a.rows, b.columns],
         Threads::Pool => part_shape(rayon::current_num_threads(), a, b),
     };
     if [part_rows, part_columns] == [a.rows, b.columns] {
-        // SAFETY: `check_len` checked that the target holds the result. It is borrowed mutably.
-        unsafe { multiply_part(target, adds, scale, [a, b]) };
+        multiply_at([0, 0], [a, b]);
         return;
     }
     let row_starts = (0..a.rows).step_by(part_rows);
@@ -231,8 +242,7 @@ fn multiply_into(
         let a = a.rows(row..(row + part_rows).min(a.rows));
         let columns = column..(column + part_columns).min(b.columns);
         let b = b.transposed().rows(columns).transposed();
-        // SAFETY: as above. Parts of the target have no element in common.
-        unsafe { multiply_part(target.part(row, column), adds, scale, [a, b]) };
+        multiply_at([row, column], [a, b]);
     });
 }
 
