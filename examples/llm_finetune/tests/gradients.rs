@@ -50,8 +50,11 @@ fn tensors(file: &Path) -> BTreeMap<String, Vec<f32>> {
 
 #[test]
 fn gradients_are_those_of_transformers() {
-    for (name, world) in [("llama", 2), ("mistral", 1), ("qwen2", 2), ("qwen3", 1)] {
+    for (name, world, parts) in
+        [("llama", 2, 1), ("llama", 4, 2), ("mistral", 1, 1), ("qwen2", 2, 2), ("qwen3", 1, 1)]
+    {
         let folder = folder(name);
+        let options = FsdpOptions::new().with_tensor_parallel(parts);
         let Gradients { ids, norms } = read(&folder, "gradients.json");
         let config = ModelConfig::read(&folder).unwrap();
         assert_eq!(config.pad_token_id, Some(0));
@@ -64,7 +67,7 @@ fn gradients_are_those_of_transformers() {
             let device = worker.device().clone();
             let model = config.init(64, &device);
             let load = LoadOptions::new();
-            let (model, _) = from_pretrained(model, &worker, FsdpOptions::new(), &folder, &load)?;
+            let (model, _) = from_pretrained(model, &worker, options.clone(), &folder, &load)?;
             let save = SavePretrained::new().with_dtype(SaveDtype::F32);
             model.state().save_pretrained(&files[0], &save)?;
             let gradients = model.backward(mean_loss(&model, &ids, &device))?;
