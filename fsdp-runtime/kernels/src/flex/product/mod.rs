@@ -218,14 +218,18 @@ fn multiply_into(
     assert_eq!(a.columns, b.rows, "the inner sizes of a product");
     check_len(target.len(), [a.rows, b.columns], stride);
     let target = Target { start: target.as_mut_ptr().cast(), stride };
-    // A sum of several products is added to the target part by part, which a turned one is not.
+    // `gemm` adds a product to the target block by block, which gives other bits than adding it whole.
     let turned = !adds && is_faster_turned(a, b);
     let [a, b] = if turned { [b.transposed(), a.transposed()] } else { [a, b] };
-    // SAFETY: `check_len` checked that the target holds the result. It is borrowed mutably, and parts have no
-    // element in common.
-    let multiply_at = |[row, column]: [usize; 2], factors| match turned {
-        true => unsafe { multiply_turned(target.part(column, row), scale, factors) },
-        false => unsafe { multiply_part(target.part(row, column), adds, scale, factors) },
+    let multiply_at = |[row, column]: [usize; 2], factors| {
+        // SAFETY: `check_len` checked that the target holds the result. It is borrowed mutably, and parts have
+        // no element in common.
+        unsafe {
+            match turned {
+                true => multiply_turned(target.part(column, row), scale, factors),
+                false => multiply_part(target.part(row, column), adds, scale, factors),
+            }
+        }
     };
     let [part_rows, part_columns] = match threads {
         Threads::One => [a.rows, b.columns],
