@@ -181,12 +181,15 @@ impl Settings {
         })
     }
 
-    /// Returns the id of padding, which may be given from the end of the vocabulary, as PyTorch takes it.
+    /// Returns the id of padding. A negative number counts from the end of the vocabulary, as in PyTorch.
     fn pad_token_id(&self, vocab_size: usize) -> Result<Option<usize>, ConfigError> {
         let Some(value) = self.get("pad_token_id") else { return Ok(None) };
         let tokens = vocab_size as i64;
         let id = value.as_i64().filter(|id| (-tokens..tokens).contains(id));
-        let expected = || self.error("pad_token_id", format!("it must be one of {tokens} ids"));
+        let expected = || {
+            let ids = format!("it must be an id from 0 to {}, or from -{tokens} to -1", tokens - 1);
+            self.error("pad_token_id", ids)
+        };
         Ok(Some(id.ok_or_else(expected)?.rem_euclid(tokens) as usize))
     }
 

@@ -30,4 +30,5 @@ mod state_options;
 mod storage;
 mod tied_copies;
 mod torch_files;
+mod weights_index;
 mod whole_param;

@@ -60,8 +60,8 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Returns the row of each id. The gradient of a lookup of `padding_idx` is zero; a tied head's gradient of
-    /// the same row is kept.
+    /// Returns the row of each id. A lookup of `padding_idx` gives its row no gradient. A head that is tied to
+    /// the table does.
     ///
     /// # Shapes
     ///
@@ -142,6 +142,8 @@ impl FsdpModule for Embedding {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::TensorData;
+
     use super::*;
 
     #[test]
@@ -158,9 +160,9 @@ mod tests {
             layer.weight.grad(&grads).expect("a gradient").into_data()
         };
         let [of_plain, of_padded] = rows;
-        let expected = burn::tensor::TensorData::from([[1f32; 2], [0.0; 2], [3.0; 2], [2.0; 2]]);
+        let expected = TensorData::from([[1f32; 2], [0.0; 2], [3.0; 2], [2.0; 2]]);
         gradient(&plain, of_plain).assert_eq(&expected, true);
-        let expected = burn::tensor::TensorData::from([[1f32; 2], [0.0; 2], [0.0; 2], [2.0; 2]]);
+        let expected = TensorData::from([[1f32; 2], [0.0; 2], [0.0; 2], [2.0; 2]]);
         gradient(&padded, of_padded).assert_eq(&expected, true);
     }
 

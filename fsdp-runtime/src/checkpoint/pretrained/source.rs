@@ -52,7 +52,7 @@ impl Source {
         Self { label, tensors, files: BTreeMap::new() }
     }
 
-    /// Returns the file of a tensor in words.
+    /// Returns the name of a tensor's file among several, and "the file" where there is one.
     pub(super) fn file_of(&self, tensor: &str) -> &str {
         self.files.get(tensor).map_or("the file", String::as_str)
     }
@@ -103,7 +103,8 @@ impl Source {
         };
         let file = MappedFile::open(&path)?;
         let label = path.display().to_string();
-        Ok(Self::whole(label.clone(), record_file(&label, &file)?))
+        let tensors = record_file(&label, &file)?;
+        Ok(Self::whole(label, tensors))
     }
 }
 

@@ -351,8 +351,20 @@ unsafe fn multiply_part(target: Target, adds: bool, scale: f32, [a, b]: [Matrix<
 mod tests {
     use super::*;
 
-    fn elements(len: usize) -> Vec<f32> {
+    pub(in crate::flex::product) fn elements(len: usize) -> Vec<f32> {
         (0..len).map(|at| ((at * 7919) % 1013) as f32 * 0.001 - 0.5).collect()
+    }
+
+    /// Returns a matrix of these sizes, whose rows or columns are consecutive elements.
+    pub(in crate::flex::product) fn matrix(
+        elements: &[f32],
+        [rows, columns]: [usize; 2],
+        transposed: bool,
+    ) -> Matrix<'_> {
+        match transposed {
+            true => Matrix::new(elements, [columns, rows], rows).transposed(),
+            false => Matrix::new(elements, [rows, columns], columns),
+        }
     }
 
     /// Returns the product of matrices of these sizes, computed by as many threads, added to ones.
@@ -362,11 +374,8 @@ mod tests {
         transposed: bool,
     ) -> Vec<f32> {
         let (a, b) = (elements(rows * inner), elements(inner * columns));
-        let matrix = |elements, [rows, columns]: [usize; 2]| match transposed {
-            true => Matrix::new(elements, [columns, rows], rows).transposed(),
-            false => Matrix::new(elements, [rows, columns], columns),
-        };
-        let factors = [matrix(&a, [rows, inner]), matrix(&b, [inner, columns])];
+        let factors =
+            [matrix(&a, [rows, inner], transposed), matrix(&b, [inner, columns], transposed)];
         // Rows of the target are farther apart than they are long.
         let mut target = vec![1f32; rows * (columns + 3)];
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");

@@ -1,4 +1,4 @@
-//! Products as transposed products, whose results are transposed at the end.
+//! Products that are computed transposed, where this takes less time.
 
 use super::{Matrix, Target, keeps_bits, multiply_part};
 
@@ -43,8 +43,8 @@ pub(super) unsafe fn multiply_turned(target: Target, scale: f32, [a, b]: [Matrix
     }
 }
 
-/// Returns the first row and the number of rows of each block. The last ones may be a little larger, so that
-/// their sums have the order of the others.
+/// Returns the first row and the number of rows of each block. The last block has the rows that are left over as
+/// well, so that no block has so few rows that `gemm` adds their terms in another order.
 fn blocks(rows: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
     let count = (rows / size).max(1);
     (0..count).map(move |at| {
@@ -75,12 +75,9 @@ unsafe fn transpose(rows: &[f32], len: usize, target: Target) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::{elements, matrix};
     use super::super::{Threads, multiply};
     use super::*;
-
-    fn elements(len: usize) -> Vec<f32> {
-        (0..len).map(|at| ((at * 7919) % 1013) as f32 * 0.001 - 0.5).collect()
-    }
 
     /// A gradient of a thin factor, and a gradient of few rows through a wide weight.
     #[test]
@@ -93,10 +90,6 @@ mod tests {
             ([66, 700, 4500], [false, true]),
         ] {
             let (a, b) = (elements(rows * inner), elements(inner * columns));
-            let matrix = |elements, [rows, columns]: [usize; 2], is: bool| match is {
-                true => Matrix::new(elements, [columns, rows], rows).transposed(),
-                false => Matrix::new(elements, [rows, columns], columns),
-            };
             let factors = [
                 matrix(&a, [rows, inner], transposed[0]),
                 matrix(&b, [inner, columns], transposed[1]),
