@@ -46,6 +46,8 @@ pub struct LaunchSettings {
     pub options: FsdpOptions,
     /// Number of tensor parallel ranks.
     pub tensor_parallel: usize,
+    /// Number of context parallel ranks that the configuration file asks for, or 1.
+    pub context_parallel: usize,
     /// Loss scaling. Set for float16, where gradients would underflow without it.
     pub scaler: Option<GradScalerConfig>,
 }
@@ -103,6 +105,7 @@ impl LaunchSettings {
             strategy: inputs.ranks.strategy.or(strategy).unwrap_or(ShardingStrategy::FullShard),
             options: options.unwrap_or_else(FsdpOptions::new),
             tensor_parallel: config.and_then(|config| config.fsdp.tensor).unwrap_or(1),
+            context_parallel: config.and_then(|config| config.fsdp.context).unwrap_or(1),
             scaler: fp16.then(GradScalerConfig::new),
         })
     }

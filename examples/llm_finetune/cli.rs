@@ -77,6 +77,16 @@ pub struct Cli {
     )]
     pub tensor_parallel: Option<usize>,
 
+    /// Context parallel ranks: each has a part of every row, for conversations that are too long for one rank.
+    /// Rows have a multiple of twice as many tokens [default: that of the configuration file, or 1]
+    #[arg(
+        long = "cp",
+        value_name = "N",
+        value_parser = positive,
+        conflicts_with_all = ["plan", "chat"]
+    )]
+    pub context_parallel: Option<usize>,
+
     /// Keep only the input of each layer for backward, and recompute its other activations there
     #[arg(long)]
     pub recompute: bool,

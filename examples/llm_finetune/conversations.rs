@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::cli::{Cli, PackingName};
 use crate::common::cache_folder::cache_folder;
@@ -52,11 +52,17 @@ impl Split {
 }
 
 /// Reads the conversations that the arguments name, as tokens.
+/// Rows are cut in `blocks` of equal length.
 ///
 /// # Errors
 ///
 /// If a file cannot be read, or none of its conversations can be used; with `--strict`, if one cannot.
-pub fn read(cli: &Cli, tokenizer: &ChatTokenizer, max_length: usize) -> Result<Conversations> {
+pub fn read(
+    cli: &Cli,
+    tokenizer: &ChatTokenizer,
+    max_length: usize,
+    blocks: usize,
+) -> Result<Conversations> {
     let files = |files: &[PathBuf]| files.iter().cloned().map(Source::File).collect::<Vec<_>>();
     let args = &cli.data;
     let (name, sources) = match args.data.is_empty() {
@@ -91,8 +97,15 @@ pub fn read(cli: &Cli, tokenizer: &ChatTokenizer, max_length: usize) -> Result<C
     let bigram = eval.as_ref().filter(|_| train.counted() < BIGRAM_TOKENS);
     let bigram_perplexity = bigram.map(|eval| bigram_perplexity(&train, eval));
     let length = match args.pad_to_max_length {
-        true => RowLength::Fixed(max_length),
-        false => RowLength::Longest,
+        true => {
+            ensure!(
+                max_length.is_multiple_of(blocks),
+                "--max-length {max_length} with --pad-to-max-length: with --cp {} it is a multiple of {blocks}",
+                blocks / 2
+            );
+            RowLength::Fixed(max_length)
+        }
+        false => RowLength::Longest(row_multiple(blocks)),
     };
     let packing = match args.packing {
         PackingName::None => Packing::None,
@@ -112,6 +125,11 @@ pub fn read(cli: &Cli, tokenizer: &ChatTokenizer, max_length: usize) -> Result<C
         train.rows.len()
     )?;
     Ok(Conversations { train, eval, description, bigram_perplexity })
+}
+
+/// Returns the least multiple of 8 that is a multiple of the number of blocks of a row.
+fn row_multiple(blocks: usize) -> usize {
+    (1..=blocks).map(|at| 8 * at).find(|length| length.is_multiple_of(blocks)).unwrap_or(8)
 }
 
 /// Returns lines about conversations and those that are not used.

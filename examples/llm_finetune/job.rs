@@ -68,6 +68,8 @@ pub struct Job {
     pub generate: GenerateArgs,
     /// Number of tensor parallel ranks.
     pub tensor_parallel: usize,
+    /// Number of ranks that have parts of the same rows.
+    pub context_parallel: usize,
     /// Whether to print no progress.
     pub quiet: bool,
     /// File that rank 0 appends lines of progress to.
@@ -144,12 +146,14 @@ impl Job {
         ensure!(max_length <= known, "--max-length {max_length}, where the model takes {known}");
         let tensor_parallel = sharding::tensor_parallel(cli, settings);
         check_heads(tensor_parallel, &config)?;
+        let context_parallel = sharding::context_parallel(cli, settings);
+        let blocks = if context_parallel == 1 { 1 } else { 2 * context_parallel };
         let lora = cli.lora.resolve(&[])?;
         let export = cli.save.as_ref().map(|folder| {
             let base = lora.as_ref().filter(|_| !cli.merge_adapters).and(cli.model.clone());
             Export::new(folder, cli.save_dtype.unwrap_or(SaveType::F32), files, base)
         });
-        let data = read(cli, &tokenizer, max_length)?;
+        let data = read(cli, &tokenizer, max_length, blocks)?;
         Ok(Self {
             export: export.transpose()?,
             positions: known.min(max_length.max(POSITIONS)),
@@ -170,6 +174,7 @@ impl Job {
             checkpoints: cli.checkpoint_plan(),
             generate: cli.generate.clone(),
             tensor_parallel,
+            context_parallel,
             quiet: cli.output.quiet,
             log_file: cli.log.open()?,
             board: cli.board.open()?,

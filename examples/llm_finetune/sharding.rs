@@ -19,7 +19,9 @@ const ADAM_MOMENTS: usize = 2;
 /// Returns the options that the arguments and the configuration file ask for.
 pub fn options(cli: &Cli, settings: &LaunchSettings, lora: Option<&Lora>) -> FsdpOptions {
     let options = settings.options.clone().with_strategy(settings.strategy);
-    let options = options.with_tensor_parallel(tensor_parallel(cli, settings));
+    let options = options
+        .with_tensor_parallel(tensor_parallel(cli, settings))
+        .with_context_parallel(context_parallel(cli, settings));
     let mut options = options.with_seed(cli.training.seed);
     if cli.bf16 {
         // The loss is computed in f32.
@@ -44,6 +46,11 @@ pub fn options(cli: &Cli, settings: &LaunchSettings, lora: Option<&Lora>) -> Fsd
 /// Returns the number of tensor parallel ranks that the arguments or the configuration file ask for.
 pub fn tensor_parallel(cli: &Cli, settings: &LaunchSettings) -> usize {
     cli.tensor_parallel.unwrap_or(settings.tensor_parallel)
+}
+
+/// Returns the number of context parallel ranks that the arguments or the configuration file ask for.
+pub fn context_parallel(cli: &Cli, settings: &LaunchSettings) -> usize {
+    cli.context_parallel.unwrap_or(settings.context_parallel)
 }
 
 /// Builds the model, with adapters if there are any. Its parameters are not initialised yet.

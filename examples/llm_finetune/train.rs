@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use fsdp_runtime::Mesh;
 use fsdp_runtime::nn::AttentionOptions;
 use fsdp_runtime::optim::{AdamWConfig, GradScalerConfig};
 use fsdp_runtime::prelude::*;
@@ -12,7 +13,7 @@ use fsdp_runtime::prelude::*;
 use crate::common::progress::{Progress, Step};
 use crate::common::saver::{Position, Saver, TrainingState, resume};
 use crate::common::training::{adamw, median, read_loss, scale_loss, unscale_gradients};
-use crate::data::{Cursor, HostBatch, IGNORED, Order, share, steps_per_epoch};
+use crate::data::{Cursor, HostBatch, IGNORED, Order, PADDING, share, steps_per_epoch};
 use crate::generate::generate;
 use crate::job::Job;
 use crate::learning_rate::schedule;
@@ -84,7 +85,7 @@ impl<'a> Trainer<'a> {
     /// Shards the model, builds the optimizer, and loads the checkpoint to resume from, if any.
     fn new(job: &'a Job, worker: &'a Worker) -> Result<Self> {
         let recipe = &job.recipe;
-        let data_ranks = worker.world().size() / job.tensor_parallel;
+        let data_ranks = worker.world().size() / job.tensor_parallel / job.context_parallel;
         let global_rows = recipe.args.batch_size * data_ranks * recipe.args.accumulate;
         let steps_per_epoch = steps_per_epoch(job.train.rows.len(), global_rows);
         let total_steps = recipe.total_steps(steps_per_epoch);
@@ -150,7 +151,7 @@ impl<'a> Trainer<'a> {
     /// Returns this rank's number among those that take different rows, and their number.
     fn data_rank(&self) -> (usize, usize) {
         let mesh = self.state.model.stats().mesh();
-        (mesh.rank.index(), mesh.world.size())
+        (mesh.batch_rank().index(), mesh.batch_ranks().size())
     }
 
     /// Returns the rows of this rank in a micro-batch of the current step.
@@ -183,19 +184,19 @@ impl<'a> Trainer<'a> {
         for micro_batch in 0..micro_batches {
             let rows = self.rows(micro_batch);
             let batch = self.job.train.batch(&rows)?;
-            let (rows, labels) = on_device(&batch, self.worker.device());
             let model = &self.state.model;
+            let OnDevice { rows, labels, counted, tokens } =
+                on_device(&batch, model.stats().mesh(), self.worker.device())?;
             let sum = model.forward_loss(rows, labels);
             values.push(sum.clone().inner());
             let scaled = scale_loss(sum, self.state.scaler.as_ref());
-            let weight = batch.counted as f64;
             if micro_batch + 1 < micro_batches {
-                model.accumulate_sum(scaled, weight)?;
+                model.accumulate_sum(scaled, counted)?;
             } else {
-                gradients = Some(model.backward_sum(scaled, weight)?);
+                gradients = Some(model.backward_sum(scaled, counted)?);
             }
-            sums[1] += weight;
-            sums[2] += batch.tokens as f64;
+            sums[1] += counted;
+            sums[2] += tokens;
         }
         let rate = self.state.schedule.step();
         if let Some(gradients) = gradients {
@@ -305,9 +306,9 @@ impl<'a> Trainer<'a> {
         // Each rank runs the same number of forwards.
         for chunk in rows.chunks(self.job.recipe.args.batch_size * world) {
             let batch = split.batch(&share(chunk, 0, chunk.len(), rank, world))?;
-            let (rows, labels) = on_device(&batch, &device);
-            sums[0] += read_loss(model.forward_loss(rows, labels))?;
-            sums[1] += batch.counted as f64;
+            let own = on_device(&batch, model.stats().mesh(), &device)?;
+            sums[0] += read_loss(model.forward_loss(own.rows, own.labels))?;
+            sums[1] += own.counted;
         }
         self.worker.all_reduce_sum(&mut sums)?;
         let loss = sums[0] / sums[1];
@@ -355,20 +356,40 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Copies a batch to a device.
-fn on_device(batch: &HostBatch, device: &Device) -> (Rows, Labels) {
-    let shape = [batch.rows, batch.length];
-    let data = |numbers: &[i32]| TensorData::new(numbers.to_vec(), shape);
-    let ints = |numbers: &[i32]| Tensor::<2, Int>::from_data(data(numbers), device);
+/// What this rank has of a batch.
+struct OnDevice {
+    rows: Rows,
+    labels: Labels,
+    /// Number of labels.
+    counted: f64,
+    /// Number of tokens without padding.
+    tokens: f64,
+}
+
+/// Copies a batch to a device: of each row the positions that this rank has.
+fn on_device(batch: &HostBatch, mesh: Mesh, device: &Device) -> Result<OnDevice> {
+    let part = mesh.context_part(batch.length).context("--cp")?;
+    let own = |numbers: &[i32]| -> Vec<i32> {
+        let of_row = |row: &[i32]| part.indices().map(|at| row[at]).collect::<Vec<_>>();
+        numbers.chunks(batch.length).flat_map(of_row).collect()
+    };
+    let ints = |numbers: &[i32]| {
+        let data = TensorData::new(own(numbers), [batch.rows, part.len()]);
+        Tensor::<2, Int>::from_data(data, device)
+    };
     let causal = AttentionOptions::new().with_causal(true);
+    // Attention takes the segments of whole rows.
+    let segments = TensorData::new(batch.segments.clone(), [batch.rows, batch.length]);
     let rows = Rows {
         ids: ints(&batch.ids),
         positions: ints(&batch.positions),
-        sight: causal.with_segment_data(&data(&batch.segments)),
+        sight: causal.with_segment_data(&segments),
     };
-    let counted = batch.labels.iter().enumerate().filter(|(_, label)| **label != IGNORED);
+    let labels = own(&batch.labels).into_iter().enumerate();
     let (mut at, mut ids): (Vec<i32>, Vec<i32>) =
-        counted.map(|(at, label)| (at as i32, *label)).unzip();
+        labels.filter(|(_, label)| *label != IGNORED).map(|(at, label)| (at as i32, label)).unzip();
+    let counted = at.len() as f64;
+    let tokens = own(&batch.segments).iter().filter(|segment| **segment != PADDING).count() as f64;
     if at.is_empty() {
         // A rank without a counted token runs its passes as well.
         (at, ids) = (vec![0], vec![IGNORED]);
@@ -377,5 +398,6 @@ fn on_device(batch: &HostBatch, device: &Device) -> (Rows, Labels) {
         let count = numbers.len();
         Tensor::<1, Int>::from_data(TensorData::new(numbers, [count]), device)
     };
-    (rows, Labels { at: list(at), ids: list(ids) })
+    let labels = Labels { at: list(at), ids: list(ids) };
+    Ok(OnDevice { rows, labels, counted, tokens })
 }

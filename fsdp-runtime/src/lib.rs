@@ -46,7 +46,7 @@ pub use collectives::store::parse_store_message;
 pub use error::Error;
 pub use fully_shard::{Fsdp, fully_shard};
 pub use launch::{Engine, LaunchOptions, Worker, launch};
-pub use layout::{Mesh, Rank, WorldSize};
+pub use layout::{ContextPart, Mesh, Rank, WorldSize};
 pub use module::{FsdpModule, FsdpUnit, UnitValue};
 pub use options::{FsdpOptions, config};
 

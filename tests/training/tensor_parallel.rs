@@ -13,103 +13,8 @@ use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
 
-use self::net::{Block, IGNORED, LENGTH, Net, ROWS, ids};
+use crate::split_llama::{Block, LENGTH, Net, ROWS, Setup, causal, compare, ids, train};
 use crate::support::on_ranks;
-
-mod net;
-
-/// How a model is trained.
-#[derive(Clone, Debug)]
-struct Setup {
-    data: usize,
-    tensor: usize,
-    options: FsdpOptions,
-    lora: Option<LoraConfig>,
-    tied: bool,
-    steps: usize,
-}
-
-impl Setup {
-    fn new(data: usize, tensor: usize) -> Self {
-        let options = FsdpOptions::new().with_seed(3);
-        Self { data, tensor, options, lora: None, tied: false, steps: 20 }
-    }
-}
-
-/// What a run gives: losses of the whole batch, gradient norms, and the parameters of each rank.
-struct Trained {
-    losses: Vec<f64>,
-    norms: Vec<f64>,
-    full: Vec<(String, Vec<f32>)>,
-}
-
-fn train(setup: &Setup) -> Trained {
-    let Setup { data, tensor, options, lora, tied, steps } = setup.clone();
-    let ranks = on_ranks(data * tensor, move |worker| {
-        let device = worker.device().clone();
-        let net = Net::new(tied, &device);
-        let net = match &lora {
-            Some(lora) => lora.apply(net)?,
-            None => net,
-        };
-        let mut net = fully_shard(net, worker, options.clone().with_tensor_parallel(tensor))?;
-        let mut optimizer = AdamWConfig::new().init();
-        let each = ROWS / data;
-        let own = net.stats().mesh().rank.index() * each;
-        let (mut losses, mut norms) = (Vec::new(), Vec::new());
-        for step in 0..steps {
-            let ids = ids(step % 2, own..own + each, &device);
-            let targets = ids.clone().narrow(1, 1, LENGTH).flatten(0, 1);
-            let counted = targets.clone().not_equal_elem(IGNORED).int().sum();
-            let counted = f64::from(counted.into_scalar::<i32>());
-            let loss = net.forward_loss(ids.narrow(1, 0, LENGTH), targets);
-            losses.push([f64::from(loss.clone().into_scalar::<f32>()), counted]);
-            let mut gradients = net.backward_sum(loss, counted)?;
-            norms.push(net.clip_grad_norm(&mut gradients, 0.5)?);
-            net = optimizer.step(3e-3, net, gradients);
-        }
-        let full = net.state().full(Recipient::All)?;
-        let full = full.iter().map(|(path, data)| (path.to_string(), data.iter::<f32>().collect()));
-        let full: Vec<(String, Vec<f32>)> = full.collect();
-        Ok::<_, Error>((net.stats().mesh().tensor_rank().index(), losses, norms, full))
-    });
-    for (_, _, norms, full) in &ranks {
-        assert_eq!(norms, &ranks[0].2, "every rank has the norm");
-        assert!(full == &ranks[0].3, "every rank has the weights, to the bit");
-    }
-    let mean = |step: usize| {
-        let of_data = ranks.iter().filter(|(tensor, ..)| *tensor == 0);
-        let sums = of_data.map(|(_, losses, ..)| losses[step]);
-        let [sum, counted] = sums.fold([0.0; 2], |[a, b], [x, y]| [a + x, b + y]);
-        sum / counted
-    };
-    Trained {
-        losses: (0..steps).map(mean).collect(),
-        norms: ranks[0].2.clone(),
-        full: ranks[0].3.clone(),
-    }
-}
-
-fn assert_close(found: &[f64], expected: &[f64], what: &str) {
-    assert_eq!(found.len(), expected.len());
-    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let error = (found - expected).abs() / expected.abs().max(1.0);
-        assert!(error < 1e-5, "{what}, step {step}: {found}, not {expected}");
-    }
-}
-
-fn compare(alone: &Trained, setup: &Setup) {
-    let what = format!("{} x {} {:?}", setup.data, setup.tensor, setup.lora.is_some());
-    let split = train(setup);
-    assert_close(&split.losses, &alone.losses, &what);
-    assert_close(&split.norms, &alone.norms, &what);
-    assert_eq!(split.full.len(), alone.full.len());
-    for ((path, found), (_, expected)) in split.full.iter().zip(&alone.full) {
-        assert_eq!(found.len(), expected.len(), "{path}");
-        let differ = |(a, b): (&f32, &f32)| (a - b).abs() > 1e-3;
-        assert!(!found.iter().zip(expected).any(differ), "{what}: {path}");
-    }
-}
 
 #[test]
 fn losses_are_those_of_whole_matrices() {
@@ -222,7 +127,7 @@ fn tensor_parallel_ranks_with_different_batches_are_an_error() {
         // By the worker's rank, and by words alone: the table adds up what the ranks find.
         let ids = ids(0, worker.rank().index()..worker.rank().index() + 1, worker.device());
         let targets = ids.clone().narrow(1, 1, LENGTH).flatten(0, 1);
-        Ok(caught(|| net.forward_loss(ids.narrow(1, 0, LENGTH), targets)))
+        Ok(caught(|| net.forward_loss(ids.narrow(1, 0, LENGTH), targets, causal())))
     });
     let expected = Error::from(ScheduleError::DifferentInputs);
     assert_eq!(ranks, [Some(expected.clone()), Some(expected)]);
@@ -329,7 +234,7 @@ fn resumed(
         for step in steps.clone() {
             let ids = ids(step, 0..ROWS, device);
             let targets = ids.clone().narrow(1, 1, LENGTH).flatten(0, 1);
-            let loss = net.forward_loss(ids.narrow(1, 0, LENGTH), targets);
+            let loss = net.forward_loss(ids.narrow(1, 0, LENGTH), targets, causal());
             losses.push(loss.clone().into_scalar::<f32>());
             let gradients = net.backward(loss)?;
             net = optimizer.step(1e-3, net, gradients);

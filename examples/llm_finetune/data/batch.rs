@@ -9,16 +9,14 @@ use super::packing::Rows;
 pub const IGNORED: i32 = -100;
 /// Segment of padding, which no conversation has.
 pub const PADDING: i32 = -1;
-/// Rows of a batch without a fixed length are rounded up to a multiple of this.
-const MULTIPLE: usize = 8;
 
 /// Length of the rows of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowLength {
     /// This many tokens.
     Fixed(usize),
-    /// Tokens of the longest row of the batch, rounded up to a multiple of 8.
-    Longest,
+    /// Tokens of the longest row of the batch, rounded up to a multiple of this number.
+    Longest(usize),
 }
 
 /// Rows of tokens with their targets. Each list has shape `[rows, length]`, row by row.
@@ -73,7 +71,7 @@ impl HostBatch {
                 bail!("a row has {longest} tokens, more than the {length} of the batch")
             }
             RowLength::Fixed(length) => length,
-            RowLength::Longest => longest.next_multiple_of(MULTIPLE).max(MULTIPLE),
+            RowLength::Longest(multiple) => longest.next_multiple_of(multiple).max(multiple),
         };
         let mut batch = Self::padding(share.len().max(1), length, id(pad)?);
         for (at, row) in share.iter().enumerate() {
@@ -160,7 +158,7 @@ mod tests {
         let ids: &[u32] = &[5, 6, 7, 8];
         let dataset = counted(&[(ids, &[true, false, true, true])]);
         let rows = Rows::new(&dataset, Packing::None, 8).unwrap();
-        let batch = HostBatch::new(&dataset, &rows, &[0], 0, RowLength::Longest).unwrap();
+        let batch = HostBatch::new(&dataset, &rows, &[0], 0, RowLength::Longest(8)).unwrap();
         assert_eq!(batch.labels, [-100, 7, 8, -100, -100, -100, -100, -100]);
         assert_eq!(batch.counted, 2);
     }
@@ -181,10 +179,10 @@ mod tests {
     fn rows_are_as_long_as_the_longest_and_a_rank_without_rows_has_padding() {
         let dataset = numbered(&[3, 9, 17]);
         let rows = Rows::new(&dataset, Packing::None, 32).unwrap();
-        let batch = HostBatch::new(&dataset, &rows, &[1, 0], 9, RowLength::Longest).unwrap();
+        let batch = HostBatch::new(&dataset, &rows, &[1, 0], 9, RowLength::Longest(8)).unwrap();
         assert_eq!((batch.rows, batch.length, batch.tokens), (2, 16, 12));
         assert_eq!(batch.ids[16..20], [0, 1, 2, 9]);
-        let empty = HostBatch::new(&dataset, &rows, &[], 9, RowLength::Longest).unwrap();
+        let empty = HostBatch::new(&dataset, &rows, &[], 9, RowLength::Longest(8)).unwrap();
         assert_eq!((empty.rows, empty.length, empty.counted, empty.tokens), (1, 8, 0, 0));
         assert!(empty.labels.iter().all(|label| *label == IGNORED));
         assert!(empty.segments.iter().all(|segment| *segment == PADDING));

@@ -46,7 +46,7 @@ pub mod template;
 mod tests;
 pub mod tokenizer;
 
-pub use batch::{HostBatch, IGNORED, RowLength};
+pub use batch::{HostBatch, IGNORED, PADDING, RowLength};
 pub use bigram::bigram_perplexity;
 pub use dataset::Dataset;
 pub use encode::EncodeOptions;

@@ -92,6 +92,28 @@ fn losses_of_split_matrices_are_those_of_whole_ones() {
     assert!(error.to_string().contains("--tp 3: the model has"), "{error:#}");
 }
 
+/// Context parallel ranks have parts of each row. The conversations are packed, so that a rank may have parts of
+/// several, and rows that count on another rank alone.
+#[test]
+fn losses_of_split_rows_are_those_of_whole_ones() {
+    let one = summary("--world-size 1 --batch-size 8 --steps 3");
+    for flags in [
+        "--world-size 2 --cp 2 --batch-size 8",
+        "--world-size 4 --cp 2 --batch-size 4",
+        "--world-size 3 --cp 3 --batch-size 8 --recompute",
+        "--world-size 4 --cp 2 --tp 2 --batch-size 8",
+    ] {
+        let other = summary(&format!("{flags} --steps 3"));
+        for (found, expected) in other.losses.iter().zip(&one.losses) {
+            assert_close(*found, *expected, flags);
+        }
+        assert_close(other.perplexity.unwrap(), one.perplexity.unwrap(), flags);
+    }
+    let flags = "--world-size 5 --cp 5 --steps 1 --pad-to-max-length";
+    let error = run(&flags.split(' ').collect::<Vec<_>>()).unwrap_err();
+    assert!(error.to_string().contains("with --cp 5 it is a multiple of 10"), "{error:#}");
+}
+
 /// The held-out conversations are the same, in rows of their own or packed.
 #[test]
 fn packed_conversations_have_the_loss_that_they_have_alone() {

@@ -160,6 +160,8 @@ pub(crate) struct MeshGroups {
     pub(crate) shard: Arc<AnyProcessGroup>,
     /// Ranks that hold the same shard of different copies; `None` if there is one copy.
     pub(crate) replicate: Option<Arc<AnyProcessGroup>>,
+    /// Data parallel ranks that have parts of the same rows, if there are several.
+    pub(crate) context: Option<Arc<AnyProcessGroup>>,
     /// Ranks that have the parts of the same matrices, if there are several.
     pub(crate) tensor: Option<Arc<AnyProcessGroup>>,
 }
@@ -181,7 +183,12 @@ impl MeshGroups {
                 (shard, Some(Arc::new(data.split(mesh.shard_rank().index())?)))
             }
         };
-        Ok(Self { data, shard, replicate, tensor })
+        let context = match mesh.context_size() {
+            WorldSize::ONE => None,
+            size if size == mesh.world => Some(data.clone()),
+            _ => Some(Arc::new(data.split(mesh.batch_rank().index())?)),
+        };
+        Ok(Self { data, shard, replicate, context, tensor })
     }
 }
 

@@ -13,6 +13,13 @@ pub enum ScheduleError {
          by `stats().mesh().rank` of `stats().mesh().world`, not by the worker's rank"
     )]
     DifferentInputs,
+    /// Context parallel ranks whose attention does not see the keys of the others.
+    #[error(
+        "under `context_parallel` each rank has a part of each row, but no attention of this model has gathered \
+         the keys of the other ranks: call `fsdp_runtime::nn::attention` in the `forward` of a unit, on a Flex or \
+         CubeCL device, with query, key and value of one float dtype"
+    )]
+    NoContextAttention,
     /// A whole parameter whose gradient differs between tensor parallel ranks.
     #[error(
         "`{path}` is whole on each tensor parallel rank, but its gradients differ: it is used with values that \

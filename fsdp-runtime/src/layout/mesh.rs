@@ -4,6 +4,8 @@
 
 use std::fmt;
 
+use super::context_part::ContextPart;
+
 /// A world size or shard size that cannot form a [`Mesh`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -32,6 +34,29 @@ pub enum MeshError {
         world: WorldSize,
         /// The requested number of tensor parallel ranks.
         tensor: usize,
+    },
+    /// A number of context parallel ranks that does not divide the number of data parallel ranks.
+    #[error(
+        "{world} data parallel ranks cannot be split into groups of {context} context parallel ranks; set \
+         `context_parallel` to a divisor of {world}"
+    )]
+    UnevenContextParallel {
+        /// Number of data parallel ranks.
+        world: WorldSize,
+        /// The requested number of context parallel ranks.
+        context: usize,
+    },
+    /// Rows that context parallel ranks cannot split in equal parts.
+    #[error(
+        "rows of {length} positions cannot be split over {context} context parallel ranks, each of which has \
+         two blocks; pad rows to {} positions, a multiple of {}",
+        length.next_multiple_of(2 * context.size()), 2 * context.size()
+    )]
+    UnevenRows {
+        /// Number of positions of a row.
+        length: usize,
+        /// Number of context parallel ranks.
+        context: WorldSize,
     },
 }
 
@@ -119,6 +144,10 @@ impl fmt::Display for Rank {
 ///
 /// With [tensor parallel](crate::FsdpOptions::with_tensor_parallel) ranks, each coordinate of the mesh is
 /// a group of them, neighbours among all ranks: `("replicate", "shard", "tensor")`.
+///
+/// [Context parallel](crate::FsdpOptions::with_context_parallel) ranks have parts of the same rows. They are data
+/// parallel ranks, neighbours among these, and have shards of their own: `("replicate", "shard", "context",
+/// "tensor")`, where parameters are sharded over `shard` and `context`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Mesh {
@@ -128,6 +157,8 @@ pub struct Mesh {
     pub world: WorldSize,
     /// Number of ranks in a shard group.
     shard: WorldSize,
+    /// Number of ranks that have parts of the same rows.
+    context: WorldSize,
     /// Number of tensor parallel ranks.
     tensor: WorldSize,
     /// This rank's number among its tensor parallel ranks.
@@ -137,7 +168,8 @@ pub struct Mesh {
 impl Mesh {
     /// Creates a 1-D mesh: all ranks form one shard group.
     pub const fn new(rank: Rank, world: WorldSize) -> Self {
-        Self { rank, world, shard: world, tensor: WorldSize::ONE, tensor_rank: Rank::ZERO }
+        let one = WorldSize::ONE;
+        Self { rank, world, shard: world, context: one, tensor: one, tensor_rank: Rank::ZERO }
     }
 
     /// Returns the mesh of the groups of `ranks` tensor parallel ranks, in a 1-D mesh of all ranks.
@@ -171,6 +203,56 @@ impl Mesh {
     /// Returns this rank's number among its tensor parallel ranks.
     pub const fn tensor_rank(self) -> Rank {
         self.tensor_rank
+    }
+
+    /// Returns this mesh with groups of `ranks` context parallel ranks, which have parts of the same rows.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`MeshError::UnevenContextParallel`] if `ranks` does not divide the number of data parallel ranks,
+    /// and [`MeshError::EmptyWorld`] if it is 0.
+    pub fn context_parallel(self, ranks: usize) -> Result<Self, MeshError> {
+        let context = WorldSize::new(ranks)?;
+        if !self.world.size().is_multiple_of(ranks) {
+            return Err(MeshError::UnevenContextParallel { world: self.world, context: ranks });
+        }
+        Ok(Self { context, ..self })
+    }
+
+    /// Returns the number of context parallel ranks, each of which has a part of the same rows.
+    pub const fn context_size(self) -> WorldSize {
+        self.context
+    }
+
+    /// Returns this rank's number among its context parallel ranks.
+    pub const fn context_rank(self) -> Rank {
+        Rank(self.rank.0 % self.context.0)
+    }
+
+    /// Returns the number of ranks that take different rows: the data parallel ranks, of which those that have
+    /// parts of the same rows count once.
+    pub const fn batch_ranks(self) -> WorldSize {
+        WorldSize(self.world.0 / self.context.0)
+    }
+
+    /// Returns this rank's number among those that take different rows. Context parallel ranks and tensor
+    /// parallel ranks of one group have the same number.
+    pub const fn batch_rank(self) -> Rank {
+        Rank(self.rank.0 / self.context.0)
+    }
+
+    /// Returns the positions that this rank has of rows of `length` positions. It has all of them without
+    /// context parallel ranks.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`MeshError::UnevenRows`] if twice the number of context parallel ranks does not divide `length`.
+    pub fn context_part(self, length: usize) -> Result<ContextPart, MeshError> {
+        let context = self.context;
+        if context != WorldSize::ONE && !length.is_multiple_of(2 * context.0) {
+            return Err(MeshError::UnevenRows { length, context });
+        }
+        Ok(ContextPart::new(length, context, self.context_rank().0))
     }
 
     /// Returns this mesh with shard groups of `shard_size` ranks.
@@ -247,6 +329,27 @@ mod tests {
         assert_eq!(coordinates, expected);
         let error = Mesh::new(Rank(0), world).tensor_parallel(3).unwrap_err();
         assert!(matches!(error, MeshError::UnevenTensorParallel { tensor: 3, .. }), "{error}");
+    }
+
+    #[test]
+    fn context_parallel_ranks_are_neighbours_among_data_parallel_ranks() {
+        let world = WorldSize::new(8).unwrap();
+        let coordinate = |rank| {
+            let mesh = Mesh::new(Rank(rank), world).tensor_parallel(2).unwrap();
+            let mesh = mesh.context_parallel(2).unwrap();
+            [mesh.batch_rank(), mesh.context_rank(), mesh.tensor_rank()].map(Rank::index)
+        };
+        let coordinates: Vec<_> = (2..6).map(coordinate).collect();
+        assert_eq!(coordinates, [[0, 1, 0], [0, 1, 1], [1, 0, 0], [1, 0, 1]]);
+        let mesh = Mesh::new(Rank(5), world);
+        let error = mesh.context_parallel(3).unwrap_err();
+        assert!(matches!(error, MeshError::UnevenContextParallel { context: 3, .. }), "{error}");
+        let mesh = mesh.context_parallel(4).unwrap();
+        assert_eq!((mesh.batch_ranks().size(), mesh.context_rank()), (2, Rank(1)));
+        let text = mesh.context_part(90).unwrap_err().to_string();
+        assert!(text.contains("pad rows to 96 positions, a multiple of 8"), "{text}");
+        assert_eq!(mesh.context_part(96).unwrap().blocks(), [12..24, 72..84]);
+        assert_eq!(Mesh::new(Rank(0), world).context_part(5).unwrap().blocks(), [0..5, 5..5]);
     }
 
     #[test]

@@ -16,6 +16,7 @@ pub(crate) mod opaque;
 mod param;
 mod path;
 mod random;
+mod running;
 mod unit_type;
 mod unit_value;
 
@@ -32,5 +33,6 @@ pub(crate) use self::param::{
 pub(crate) use self::path::{ModulePath, param_ids};
 pub use self::random::RandomSource;
 pub(crate) use self::random::{Draw, Playback, RandomStream, Recording, Source, capture_draws};
+pub(crate) use self::running::RunningForward;
 pub use self::unit_type::UnitType;
 pub use self::unit_value::UnitValue;

@@ -15,12 +15,12 @@ use burn::module::{
     ModuleVisitor, Param, Reparameterization, Reparameterizer,
 };
 use burn::tensor::{Bool, DType, Device, DispatchTensor, Int, Tensor};
-use fsdp_kernels::MaskSource;
+use fsdp_kernels::{AttentionRule, MaskSource};
 
 use super::adapter::{AdapterSettings, AttachedLora};
 use super::random::Draw;
 use crate::error::{Error, raise};
-use crate::layout::TensorSplit;
+use crate::layout::{Mesh, TensorSplit};
 
 /// The index of a parameter in a sharded model: entry `entry` of unit `unit`, both counted in
 /// layout order.
@@ -137,6 +137,17 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     fn sum_over_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
     /// Returns the tensors of all tensor parallel ranks, joined along the last dimension.
     fn gather_from_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
+    /// Returns the mesh, if it has context parallel ranks.
+    fn context_mesh(&self) -> Option<Mesh>;
+    /// Computes attention of this rank's queries with the keys and values of all context parallel ranks, given
+    /// those of this rank. `bias` is that of whole rows. The rule has the keys of whole rows that each query of
+    /// this rank sees.
+    fn attend_in_context(
+        &self,
+        tensors: [DispatchTensor; 3],
+        bias: Option<DispatchTensor>,
+        rule: &AttentionRule,
+    ) -> Result<DispatchTensor, Error>;
     /// Returns the effective value of a parameter, given its base.
     fn materialize(
         self: Arc<Self>,

@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 
 use crate::backend::ops::recompute_tracked;
-use crate::module::UnitValue;
+use crate::module::{RunningForward, UnitValue};
 
 /// Computes `f(inputs)` and keeps only the inputs for backward, which runs `f` again.
 ///
@@ -51,7 +51,12 @@ pub fn recompute<I, const D: usize>(
 where
     I: UnitValue + Clone + Send + 'static,
 {
-    recompute_tracked(inputs, f)
+    let Some(runtime) = RunningForward::current() else { return recompute_tracked(inputs, f) };
+    // Attention among context parallel ranks finds them in backward too.
+    recompute_tracked(inputs, move |inputs| {
+        let _running = RunningForward::begin(&runtime);
+        f(inputs)
+    })
 }
 
 #[cfg(all(test, feature = "flex"))]

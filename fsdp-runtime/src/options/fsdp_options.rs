@@ -105,6 +105,22 @@ impl FsdpOptions {
         self
     }
 
+    /// Sets how many ranks have a part of each row, for rows that are too long for one rank. It must divide the
+    /// number of data parallel ranks, of which neighbours form a group. Default: 1, each rank has whole rows.
+    ///
+    /// The ranks of a group take the same rows, and each passes its positions to the model:
+    /// [`Mesh::context_part`](crate::Mesh::context_part) cuts a batch. In the forward of a unit,
+    /// [`nn::attention`](crate::nn::attention()) then sees the keys of whole rows, and
+    /// [`nn::RotaryEncoding`](crate::nn::RotaryEncoding) knows the positions. For parameters the ranks of a group
+    /// are data parallel ranks: each stores a shard of its own. Losses that are means over tokens need
+    /// [`backward_sum`](crate::Fsdp::backward_sum) where parts differ in the number of counted tokens.
+    ///
+    /// PyTorch's `context_parallel`, Accelerate's `parallelism_config_cp_size`.
+    pub const fn with_context_parallel(mut self, ranks: usize) -> Self {
+        self.context_parallel = ranks;
+        self
+    }
+
     /// Sets whether gathered parameters are freed between forward and backward. Default:
     /// [`Always`](ReshardAfterForward::Always) under `FULL_SHARD` and `HYBRID_SHARD`,
     /// [`Never`](ReshardAfterForward::Never) under the other strategies.

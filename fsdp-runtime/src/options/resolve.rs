@@ -146,9 +146,13 @@ impl FsdpOptions {
 
     /// Returns `mesh` with the shard groups of the strategy; this machine has `local` ranks.
     pub(crate) fn mesh(&self, mesh: Mesh, local: usize) -> Result<Mesh, ShardError> {
-        if self.tensor_parallel == 0 {
+        let axes = [
+            ("tensor_parallel", self.tensor_parallel),
+            ("context_parallel", self.context_parallel),
+        ];
+        if let Some((option, _)) = axes.into_iter().find(|(_, ranks)| *ranks == 0) {
             return Err(ShardError::InvalidOption {
-                option: "tensor_parallel",
+                option,
                 value: "0".into(),
                 expected: "use at least 1".into(),
             });
@@ -157,6 +161,7 @@ impl FsdpOptions {
             1 => mesh,
             ranks => mesh.tensor_parallel(ranks)?,
         };
+        let mesh = mesh.context_parallel(self.context_parallel)?;
         let local = (local / self.tensor_parallel).max(1);
         if !self.strategy.is_hybrid() {
             return Ok(mesh);

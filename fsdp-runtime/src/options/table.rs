@@ -91,6 +91,15 @@ macro_rules! option_rows {
             key("parallelism_config_tp_size", "N", "Number of tensor parallel ranks"),
         ]),
     }
+    #[serde(default = "one")]
+    pub(crate) context_parallel(with_context_parallel): plain(usize) = 1, {
+        help: "Number of ranks that have a part of each row",
+        default: "1",
+        range: "a divisor of the number of data parallel ranks",
+        keys: Keys::InFile(&[
+            key("parallelism_config_cp_size", "N", "Number of context parallel ranks"),
+        ]),
+    }
     pub(super) reshard_after_forward(with_reshard_after_forward):
         plain(Option<ReshardAfterForward>) = None, {
         help: "Whether gathered parameters are freed after forward, where `None` leaves it to the strategy",

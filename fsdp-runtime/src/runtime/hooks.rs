@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use super::values::{map_input, refuse_input};
 use crate::error::raise;
 use crate::module::{
-    CallId, FsdpModule, FsdpUnit, Kind, ParamVisitor, Runtime, Sharded, UnitValue,
+    CallId, FsdpModule, FsdpUnit, Kind, ParamVisitor, RunningForward, Runtime, Sharded, UnitValue,
 };
 
 pub use super::values::{
@@ -29,6 +29,8 @@ pub(super) struct OpenCall {
     pub(super) id: CallId,
     /// Whether no other hooked forward was running when this one began.
     pub(super) outermost: bool,
+    /// The forward on this thread, in a model with context parallel ranks.
+    running: Option<RunningForward>,
 }
 
 impl Call {
@@ -45,7 +47,10 @@ impl Call {
         inputs: Inputs,
     ) -> Self {
         match runtime.pre_forward(unit, params, inputs.0) {
-            Ok(id) => Self(id.map(|id| OpenCall { runtime, unit, id, outermost: false })),
+            Ok(id) => Self(id.map(|id| {
+                let running = RunningForward::begin(&runtime);
+                OpenCall { runtime, unit, id, outermost: false, running }
+            })),
             Err(error) => raise(error),
         }
     }
@@ -100,7 +105,8 @@ pub fn pre_forward<M: FsdpUnit>(module: &M, inputs: impl FnOnce(&mut Inputs)) ->
 ///
 /// Unwinds with the typed error if a collective fails.
 pub fn post_forward<O: UnitValue>(mut call: Call, output: O) -> O {
-    let Some(OpenCall { runtime, id, .. }) = call.0.take() else { return output };
+    let Some(OpenCall { runtime, id, running, .. }) = call.0.take() else { return output };
+    drop(running);
     let output = output.map_tensors(&mut |tensor| runtime.clone().hook_output(id, tensor));
     match runtime.post_forward(id) {
         Ok(()) => output,

@@ -181,12 +181,12 @@ const FLAGS: &[Flag] = &[
         Some("1"),
         Key("/parallelism_config/parallelism_config_sp_size"),
     ),
-    ("parallelism_config_cp_backend", Some("torch"), Noted("context and sequence parallelism")),
-    ("parallelism_config_cp_comm_strategy", Some("alltoall"), Noted("context and sequence")),
-    ("parallelism_config_sp_backend", Some("deepspeed"), Noted("context and sequence")),
-    ("parallelism_config_sp_seq_length", Some("128"), Noted("context and sequence")),
-    ("parallelism_config_sp_seq_length_is_variable", Some("true"), Noted("context and sequence")),
-    ("parallelism_config_sp_attn_implementation", Some("sdpa"), Noted("context and sequence")),
+    ("parallelism_config_cp_backend", Some("torch"), Noted("always gather keys and values")),
+    ("parallelism_config_cp_comm_strategy", Some("alltoall"), Noted("always gather keys")),
+    ("parallelism_config_sp_backend", Some("deepspeed"), Noted("sequence parallelism")),
+    ("parallelism_config_sp_seq_length", Some("128"), Noted("sequence parallelism")),
+    ("parallelism_config_sp_seq_length_is_variable", Some("true"), Noted("sequence parallelism")),
+    ("parallelism_config_sp_attn_implementation", Some("sdpa"), Noted("sequence parallelism")),
     // Flags of older versions.
     ("fp16", None, Key("/fp16")),
     (
@@ -343,9 +343,9 @@ fn flags_that_ask_for_something_else_are_refused_with_the_reason() {
     let fp8 = Fsdp::script(&["-n", "1", "--mixed_precision", "fp8"], "true").run();
     assert_eq!(fp8.code, Some(1), "{fp8:#?}");
     assert!(fp8.stderr.contains("`mixed_precision: fp8` is not supported"), "{fp8:#?}");
-    let context = Fsdp::script(&["-n", "2", "--parallelism_config_cp_size", "2"], "true").run();
-    let expected = "only data and tensor parallel training are supported";
-    assert!(context.stderr.contains(expected), "{context:#?}");
+    let sequence = Fsdp::script(&["-n", "2", "--parallelism_config_sp_size", "2"], "true").run();
+    let expected = "it is for DeepSpeed's Ulysses; write `parallelism_config_cp_size`";
+    assert!(sequence.stderr.contains(expected), "{sequence:#?}");
 }
 
 /// The list above has every flag of the Accelerate that is installed, if one is.

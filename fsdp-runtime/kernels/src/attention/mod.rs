@@ -26,7 +26,8 @@ pub struct AttentionRule {
     pub causal: bool,
     /// Positions by which the key that a query sees differs from its own: fewer than this. At least 1.
     pub window: Option<usize>,
-    /// Segments of queries and keys, of which there are as many. A query sees the keys of its own one.
+    /// Segments of queries and keys, of which there are as many: a query sees the keys of its own one. Or the
+    /// range of keys that each query sees ([`Segments::of_ranges`]).
     pub segments: Option<Segments>,
     /// Factor of the products of queries and keys.
     pub scale: f64,

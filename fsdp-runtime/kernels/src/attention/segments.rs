@@ -11,7 +11,8 @@ use std::sync::Arc;
 pub struct Segments {
     /// Number of positions of a row.
     length: usize,
-    /// First position of each position's segment, and the one after its last, row after row.
+    /// First position of each position's segment, and the one after its last, row after row; or the keys that
+    /// each query sees.
     runs: Arc<[[u32; 2]]>,
 }
 
@@ -64,6 +65,13 @@ impl Segments {
             }
         }
         Ok(Self { length, runs: runs.into() })
+    }
+
+    /// Returns ranges of keys in place of segments: the first key that each query sees and the one after the
+    /// last, row after row of the batch, for rows of `queries` queries. There may be more keys than queries.
+    /// Neither the first nor the last key decreases from one query of a row to the next.
+    pub fn of_ranges(ranges: Vec<[u32; 2]>, queries: usize) -> Self {
+        Self { length: queries, runs: ranges.into() }
     }
 
     /// Returns the shape of the numbers: `[batch, length]`.

@@ -1,17 +1,35 @@
 //! Attention as one operation, which saves its inputs, its output and one number for each query.
+//!
+//! Among context parallel ranks the operation gathers keys and values of whole rows, and saves this rank's part.
+//! Backward gathers them again, and adds up their gradients over the ranks.
+
+use std::fmt::Debug;
+use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::tensor::{DType, Shape, Tensor};
+use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 use fsdp_kernels::{AttentionRule, AttentionTensors, Float, Kernels, Tracked};
 
 use super::arguments::{Taken, register_gradients, take_all};
 use super::error::KernelError;
 use super::saved::Saved;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
+use crate::error::{Error, raise};
+
+/// The context parallel ranks, as attention sees them.
+pub(crate) trait ContextRanks<B: ModelBackend>: Debug + Send + Sync {
+    /// Returns key and value of whole rows, given those of this rank's part: `[batch, key_heads, length, width]`.
+    fn join(&self, parts: [Float<B>; 2]) -> Result<[Float<B>; 2], Error>;
+    /// Returns this rank's parts of the sums of two tensors over the ranks, which have whole rows.
+    fn sum_parts(&self, whole: [Float<B>; 2]) -> Result<[Float<B>; 2], Error>;
+}
+
+/// Context parallel ranks, or `None` if this rank has whole rows.
+type Ranks<B> = Option<Arc<dyn ContextRanks<B>>>;
 
 /// Applies attention, and records it for backward if a tensor is tracked. `bias` is added to the scores
 /// of each key, `[batch, keys]`, and has no gradient.
@@ -40,11 +58,44 @@ pub(crate) fn attention_tracked(
             let tensors = take_all::<B>(tensors);
             let bias = bias.map(|bias| take(bias.into_dispatch())).transpose()?;
             let bias = bias.map(FloatTensor::into_inner);
-            let output = tensors.and_then(|tensors| apply::<B>(tensors, bias, rule));
-            Ok(Tensor::from_dispatch(B::into_dispatch(output.ok_or_else(refused)?)))
+            let output = tensors.map(|tensors| apply::<B>(tensors, bias, rule, None));
+            let output = output.ok_or_else(refused)?.unwrap_or_else(|error| raise(error));
+            Ok(Tensor::from_dispatch(B::into_dispatch(output)))
         })
     });
     output.ok()
+}
+
+/// Applies attention to this rank's queries and the keys and values of all context parallel `ranks`, and records
+/// it for backward if a tensor is tracked. `bias` and `rule` are those of whole rows.
+///
+/// Returns `None` for dtypes that the device does not support, for tensors without elements, and if query, key
+/// and value do not agree in device and dtype.
+pub(crate) fn attention_among<B: ModelBackend>(
+    tensors: [DispatchTensor; 3],
+    bias: Option<DispatchTensor>,
+    rule: &AttentionRule,
+    ranks: Arc<dyn ContextRanks<B>>,
+) -> Result<Option<DispatchTensor>, Error> {
+    let bias = match bias.map(B::from_dispatch) {
+        Some(None) => return Ok(None),
+        bias => bias.flatten().map(FloatTensor::into_inner),
+    };
+    let Some(tensors) = take_all::<B>(tensors) else { return Ok(None) };
+    let agree = match &tensors {
+        Taken::Plain(tensors) => agree(tensors),
+        Taken::Autodiff(tensors, _) => agree(tensors),
+    };
+    if !agree {
+        return Ok(None);
+    }
+    apply::<B>(tensors, bias, rule, Some(ranks)).map(|output| Some(B::into_dispatch(output)))
+}
+
+/// Returns whether tensors have elements of one dtype.
+fn agree<T: TensorMetadata>(tensors: &[T]) -> bool {
+    let dtype = tensors[0].dtype();
+    tensors.iter().all(|tensor| tensor.shape().num_elements() > 0 && tensor.dtype() == dtype)
 }
 
 /// Applies attention to query, key and value.
@@ -52,18 +103,31 @@ fn apply<B: ModelBackend>(
     tensors: Taken<B>,
     bias: Option<Float<B>>,
     rule: &AttentionRule,
-) -> Option<FloatTensor<B>> {
+    ranks: Ranks<B>,
+) -> Result<FloatTensor<B>, Error> {
     match tensors {
         Taken::Plain(tensors) => {
             let tensors = AttentionTensors::from_vec(tensors.into_iter().chain(bias).collect());
-            let [output, _] = forward::<B>(tensors, rule.clone());
-            Some(FloatTensor::Plain(output))
+            let [output, _] = forward::<B>(joined(tensors, &ranks)?, rule.clone());
+            Ok(FloatTensor::Plain(output))
         }
         Taken::Autodiff(tensors, context) => {
-            let tensors = <[Tracked<B>; 3]>::try_from(tensors).ok()?;
-            Some(FloatTensor::Autodiff(record::<B>(tensors, bias, rule.clone()), context))
+            let tensors = <[Tracked<B>; 3]>::try_from(tensors).expect("three tensors were taken");
+            let output = record::<B>(tensors, bias, rule.clone(), ranks)?;
+            Ok(FloatTensor::Autodiff(output, context))
         }
     }
+}
+
+/// Returns the tensors with keys and values of whole rows.
+fn joined<B: ModelBackend>(
+    tensors: AttentionTensors<Float<B>>,
+    ranks: &Ranks<B>,
+) -> Result<AttentionTensors<Float<B>>, Error> {
+    let Some(ranks) = ranks else { return Ok(tensors) };
+    let AttentionTensors { query, key, value, bias } = tensors;
+    let [key, value] = ranks.join([key, value])?;
+    Ok(AttentionTensors { query, key, value, bias })
 }
 
 /// Returns the output and the row statistics, without lowering the tensors.
@@ -84,9 +148,11 @@ fn forward<B: ModelBackend>(
     results.try_into().expect("`defer` returns one tensor for each output")
 }
 
-/// Returns the gradients of query, key and value, given that of the output, without lowering tensors.
-fn backward<B: ModelBackend>(state: State<B>, grad: Float<B>) -> [Float<B>; 3] {
-    let State { tensors, results: [output, statistics], rule, saved: _saved } = state;
+/// Returns the gradients of query, key and value, given that of the output, without lowering tensors that this
+/// rank has.
+fn backward<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Result<[Float<B>; 3], Error> {
+    let State { tensors, results: [output, statistics], rule, ranks, saved: _saved } = state;
+    let tensors = joined(tensors, &ranks)?;
     let outputs = [&tensors.query, &tensors.key, &tensors.value]
         .map(|tensor| (tensor.shape(), tensor.dtype()));
     let mut inputs = vec![output, statistics, grad];
@@ -96,7 +162,15 @@ fn backward<B: ModelBackend>(state: State<B>, grad: Float<B>) -> [Float<B>; 3] {
         let [output, statistics, grad] = <[_; 3]>::try_from(buffers).expect("three buffers");
         B::Raw::tiled_attention_backward(&tensors, &[output, statistics], &grad, &rule).into()
     });
-    gradients.try_into().expect("`defer` returns one tensor for each output")
+    let [query, key, value] =
+        <[_; 3]>::try_from(gradients).expect("`defer` returns one tensor for each output");
+    match ranks {
+        Some(ranks) => {
+            let [key, value] = ranks.sum_parts([key, value])?;
+            Ok([query, key, value])
+        }
+        None => Ok([query, key, value]),
+    }
 }
 
 /// Applies attention and records it as one autodiff operation.
@@ -104,21 +178,22 @@ fn record<B: ModelBackend>(
     tensors: [Tracked<B>; 3],
     bias: Option<Float<B>>,
     rule: AttentionRule,
-) -> Tracked<B> {
+    ranks: Ranks<B>,
+) -> Result<Tracked<B>, Error> {
     let nodes = tensors.each_ref().map(|tensor| tensor.node());
     let tensors = tensors.into_iter().map(Tracked::<B>::into_primitive).chain(bias);
     let tensors = AttentionTensors::from_vec(tensors.collect());
-    let results = forward::<B>(tensors.clone(), rule.clone());
+    let results = forward::<B>(joined(tensors.clone(), &ranks)?, rule.clone());
     let output = results[0].clone();
     let op = Backward::<B, 3>::prepare::<NoCheckpointing>(Attention, nodes);
-    match op.compute_bound().stateful() {
+    Ok(match op.compute_bound().stateful() {
         OpsKind::Tracked(op) => {
             let inputs = tensors.clone().into_vec();
             let saved = Saved::tensors::<B>(inputs.iter().chain(&results));
-            op.finish(State { tensors, results, rule, saved }, output)
+            op.finish(State { tensors, results, rule, ranks, saved }, output)
         }
         OpsKind::UnTracked(op) => op.finish(output),
-    }
+    })
 }
 
 /// Inputs and results of attention, and how it is computed.
@@ -128,6 +203,7 @@ struct State<B: ModelBackend> {
     /// Output and row statistics.
     results: [Float<B>; 2],
     rule: AttentionRule,
+    ranks: Ranks<B>,
     saved: Saved,
 }
 
@@ -140,7 +216,7 @@ impl<B: ModelBackend> Backward<B, 3> for Attention {
 
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         register_gradients::<B, _, _, 3>(ops, grads, |state, grad| {
-            backward::<B>(state, grad).map(Some)
+            backward::<B>(state, grad).unwrap_or_else(|error| raise(error)).map(Some)
         });
     }
 }

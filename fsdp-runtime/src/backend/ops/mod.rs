@@ -32,7 +32,7 @@ mod softmax;
 mod swiglu;
 mod two_results;
 
-pub(crate) use self::attention::attention_tracked;
+pub(crate) use self::attention::{ContextRanks, attention_among, attention_tracked};
 pub use self::codes::{decode, encode};
 pub use self::copies::{cast, pack, unpack};
 pub(crate) use self::cross_entropy::{

@@ -1,11 +1,13 @@
 //! Scaled dot-product attention whose memory is linear in the length.
 
 mod composed;
+mod context;
 mod options;
 
 use burn::tensor::{DType, Tensor};
 
 use self::composed::composed;
+use self::context::Context;
 pub use self::options::AttentionOptions;
 use crate::backend::ops::{AttentionRule, attention_tracked};
 
@@ -47,6 +49,13 @@ pub fn attention_bytes(query: [usize; 4], value: [usize; 4], dtype: DType) -> us
 /// products are Burn's. Neither computes tiles that a window, segments or causality hide as a whole; on Flex this holds
 /// for padding too. Tensors of f64 compute blocks of 128 queries with Burn's operations. On other devices the
 /// whole matrix of scores is made.
+///
+/// # Context parallel
+///
+/// In a model with [context parallel](crate::FsdpOptions::with_context_parallel) ranks, query, key and value are
+/// this rank's [part](crate::ContextPart) of each row. The ranks exchange keys and values, and each computes the
+/// outputs of its own queries. Only this rank's part is kept for backward, which gathers keys and values again
+/// and adds up their gradients. Segments and the padding mask are those of whole rows.
 ///
 /// # Shapes
 ///
@@ -92,7 +101,9 @@ pub fn attention(
     value: Tensor<4>,
     options: AttentionOptions,
 ) -> Tensor<4> {
-    check_shapes(&query, &key, &value, &options);
+    let context = Context::current([query.dims()[2], key.dims()[2]]);
+    let lengths = context.as_ref().map_or([query.dims()[2], key.dims()[2]], Context::lengths);
+    check_shapes([&query, &key, &value], lengths, &options);
     let width = query.dims()[3];
     let device = query.device();
     let rule = AttentionRule {
@@ -106,12 +117,20 @@ pub fn attention(
         let zeros = Tensor::<2>::zeros(mask.dims(), (&device, query.dtype()));
         zeros.mask_fill(mask, f32::NEG_INFINITY)
     });
+    if let Some(context) = context {
+        return context.attention([query, key, value], bias, &rule);
+    }
     attention_tracked([&query, &key, &value], bias.clone(), &rule)
         .unwrap_or_else(|| composed([query, key, value], bias, &rule))
 }
 
-fn check_shapes(query: &Tensor<4>, key: &Tensor<4>, value: &Tensor<4>, options: &AttentionOptions) {
-    let [batch, heads, queries, width] = query.dims();
+/// Checks shapes. `queries` and `all_keys` are the lengths of whole rows.
+fn check_shapes(
+    [query, key, value]: [&Tensor<4>; 3],
+    [queries, all_keys]: [usize; 2],
+    options: &AttentionOptions,
+) {
+    let [batch, heads, _, width] = query.dims();
     let [_, key_heads, keys, _] = key.dims();
     assert_eq!(
         key.dims(),
@@ -130,11 +149,16 @@ fn check_shapes(query: &Tensor<4>, key: &Tensor<4>, value: &Tensor<4>, options: 
     );
     assert!(width > 0, "queries must have at least one element");
     if let Some(mask) = &options.padding {
-        assert_eq!(mask.dims(), [batch, keys], "the padding mask must be `[batch, key_length]`");
+        let wanted = [batch, all_keys];
+        assert_eq!(
+            mask.dims(),
+            wanted,
+            "the padding mask must be `[batch, key_length]` of whole rows"
+        );
     }
     if let Some(segments) = &options.segments {
-        assert_eq!(queries, keys, "with segments, there must be as many queries as keys");
-        let wanted = [batch, keys];
-        assert_eq!(segments.dims(), wanted, "the segments must be `[batch, length]`");
+        assert_eq!(queries, all_keys, "with segments, there must be as many queries as keys");
+        let wanted = [batch, all_keys];
+        assert_eq!(segments.dims(), wanted, "the segments must be `[batch, length]` of whole rows");
     }
 }

@@ -14,7 +14,7 @@ use burn::tensor::{DType, FloatDType, Int, Tensor};
 pub use self::config::{RotaryEncodingConfig, RotaryPairs};
 pub use self::scaling::{RotaryScaling, YarnScaling};
 use crate::backend::ops::{RotaryRule, rotate_tracked};
-use crate::module::{FsdpModule, Kind, Node, ParamMapper, ParamVisitor};
+use crate::module::{FsdpModule, Kind, Node, ParamMapper, ParamVisitor, RunningForward};
 
 /// Encodes positions by rotating pairs of elements of queries and keys: pair `(a, b)` of a row at position `p`
 /// becomes `(a · cos(p·f) - b · sin(p·f), b · cos(p·f) + a · sin(p·f))`, with a frequency `f` for each pair. Source:
@@ -34,7 +34,9 @@ pub struct RotaryEncoding {
 }
 
 impl RotaryEncoding {
-    /// Rotates rows at the positions 0, 1, .. of each sequence.
+    /// Rotates rows at the positions 0, 1, .. of each sequence. In the forward of a model with
+    /// [context parallel](crate::FsdpOptions::with_context_parallel) ranks, these are the positions of this rank's
+    /// part.
     ///
     /// # Shapes
     ///
@@ -61,19 +63,25 @@ impl RotaryEncoding {
     pub fn apply<const D: usize>(&self, x: Tensor<D>, start: usize) -> Tensor<D> {
         let dims = x.dims();
         assert!(D >= 2, "the input must have a dimension for the length, and one for the width");
-        let (length, [known, _]) = (dims[D - 2], self.table.dims());
+        let part = RunningForward::part(dims[D - 2]).map(|(part, _)| part);
+        let length = part.map_or(dims[D - 2], |part| part.length());
+        let [known, _] = self.table.dims();
         assert!(
             start + length <= known,
             "position {} is beyond this encoding, whose `max_sequence_length` is {known}",
             start + length - 1
         );
-        if D == 4 {
-            let rotated = self.rotate(retyped(x), None, start);
-            return retyped(rotated);
-        }
         let sequences: usize = dims[..D - 2].iter().product();
-        let heads = x.reshape([sequences, 1, length, dims[D - 1]]);
-        self.rotate(heads, None, start).reshape(dims)
+        let heads = match D {
+            4 => retyped(x),
+            _ => x.reshape([sequences, 1, dims[D - 2], dims[D - 1]]),
+        };
+        let positions = part.map(|part| {
+            let positions = part.positions(&heads.device()).add_scalar(start as i64);
+            positions.unsqueeze::<2>().repeat_dim(0, heads.dims()[0])
+        });
+        let rotated = self.rotate(heads, positions.as_ref(), start);
+        if D == 4 { retyped(rotated) } else { rotated.reshape(dims) }
     }
 
     /// Rotates rows at given positions, as where several texts are packed in one row of a batch and positions

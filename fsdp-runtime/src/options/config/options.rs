@@ -66,6 +66,9 @@ impl Config {
         if let Some(ranks) = fsdp.tensor {
             options = options.with_tensor_parallel(ranks);
         }
+        if let Some(ranks) = fsdp.context {
+            options = options.with_context_parallel(ranks);
+        }
         if let Some(ranks) = self.shard_size() {
             options = options.with_shard_size(ranks);
         }

@@ -96,6 +96,8 @@ macro_rules! fsdp_section {
             pub shard: Option<usize>,
             /// `parallelism_config_tp_size`: number of tensor parallel ranks.
             pub tensor: Option<usize>,
+            /// `parallelism_config_cp_size`: number of context parallel ranks.
+            pub context: Option<usize>,
         }
 
         impl FsdpSection {

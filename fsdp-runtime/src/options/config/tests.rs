@@ -225,8 +225,8 @@ fn what_other_systems_do_is_refused_with_a_way_out() {
     let text = bad("distributed_type: MULTI_GPU\n");
     assert!(text[0].contains("is not supported") && text[0].contains("NO_SHARD"), "{text:?}");
     assert!(bad("compute_environment: AMAZON_SAGEMAKER\n")[0].contains("LOCAL_MACHINE"));
-    let text = bad("parallelism_config:\n  parallelism_config_cp_size: 2\n");
-    assert!(text[0].starts_with("line 2:") && text[0].contains("only data and tensor"), "{text:?}");
+    let text = bad("parallelism_config:\n  parallelism_config_sp_size: 2\n");
+    assert!(text[0].starts_with("line 2:") && text[0].contains("Ulysses"), "{text:?}");
 }
 
 #[test]

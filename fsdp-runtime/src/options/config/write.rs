@@ -53,11 +53,15 @@ pub(super) fn to_yaml(config: &Config) -> String {
     }
     lines.put("num_machines", config.num_machines);
     lines.put_some("num_processes", config.num_processes);
-    if fsdp.replicate.is_some() || fsdp.shard.is_some() || fsdp.tensor.is_some() {
+    let sizes = [
+        ("parallelism_config_cp_size", fsdp.context),
+        ("parallelism_config_dp_replicate_size", fsdp.replicate),
+        ("parallelism_config_dp_shard_size", fsdp.shard),
+        ("parallelism_config_tp_size", fsdp.tensor),
+    ];
+    if sizes.iter().any(|(_, size)| size.is_some()) {
         lines.put_section("parallelism_config", |lines| {
-            lines.put_some("parallelism_config_dp_replicate_size", fsdp.replicate);
-            lines.put_some("parallelism_config_dp_shard_size", fsdp.shard);
-            lines.put_some("parallelism_config_tp_size", fsdp.tensor);
+            sizes.into_iter().for_each(|(key, size)| lines.put_some(key, size));
         });
     }
     lines.put("use_cpu", config.use_cpu);

@@ -257,6 +257,7 @@ impl<B: ModelBackend> Schedule<B> {
             self.forget_shards(state);
         }
         self.random.next_step();
+        self.check_context()?;
         self.check_memory_limit()
     }
 }

@@ -33,6 +33,8 @@ pub struct Counts {
     pub lowerings: usize,
     /// Sums and gathers of activations and their gradients among tensor parallel ranks.
     pub tensor_exchanges: usize,
+    /// Gathers of keys and values among context parallel ranks, and sums of their gradients.
+    pub context_exchanges: usize,
     /// Gather buffers added because two units that share one were in use at the same time.
     pub added_gather_buffers: usize,
 }
@@ -50,6 +52,7 @@ pub(super) struct Counters {
     pub(super) drains: AtomicUsize,
     pub(super) lowerings: AtomicUsize,
     pub(super) tensor_exchanges: AtomicUsize,
+    pub(super) context_exchanges: AtomicUsize,
     pub(super) added_gather_buffers: AtomicUsize,
     /// Inputs of split layers that could have been compared.
     pub(super) input_checks: AtomicUsize,
@@ -74,6 +77,7 @@ impl Counters {
             drains: read(&self.drains),
             lowerings: read(&self.lowerings),
             tensor_exchanges: read(&self.tensor_exchanges),
+            context_exchanges: read(&self.context_exchanges),
             added_gather_buffers: read(&self.added_gather_buffers),
         }
     }

@@ -24,7 +24,7 @@
 //! `unit_state`, `unit_call`, `reduction`, `buffers`, `peer_shards`, `step_loss`, `state`, `core`,
 //! `saved`, `reshard`, `unshard`, `exchange_shards`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
 //! `group`, `prefetch`, `reduce_codes`, `reduce`, `cast_replicated`, `backward`,
-//! `recompute_first_run`, `recompute_backward`, `materialize`, `tensor_parallel`, `forward`. The interfaces
+//! `recompute_first_run`, `recompute_backward`, `materialize`, `tensor_parallel`, `context_parallel`, `forward`. The interfaces
 //! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `losses`, `collectives`, `erased`.
 
 mod access;
@@ -34,6 +34,7 @@ mod buffers;
 mod calls;
 mod cast_replicated;
 mod collectives;
+mod context_parallel;
 mod control;
 mod core;
 mod counters;

@@ -9,6 +9,8 @@
 //! Each graph counts depths from its own leaves. So the schedule does not see the running calls of
 //! the outer graph until the recomputation has ended.
 
+use std::sync::Arc;
+
 use burn::backend::autodiff::NodeId;
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::DispatchTensor;
@@ -19,7 +21,7 @@ use super::core::Schedule;
 use super::state::RunningBackward;
 use crate::backend::{Float, FloatTensor, ModelBackend, Tracked, cast_model, new_leaf};
 use crate::error::{Error, ScheduleError};
-use crate::module::{CallId, Playback};
+use crate::module::{CallId, Playback, RunningForward, Runtime};
 
 /// The new leaves of a recomputed graph, each with the node of the same input in the outer graph.
 type InputLeaves<B> = Vec<(NodeId, Tracked<B>)>;
@@ -44,6 +46,8 @@ impl<B: ModelBackend> Schedule<B> {
         };
         let found = {
             let _draws = Playback::start(forward.draws);
+            let runtime: Arc<dyn Runtime> = self.this();
+            let _running = RunningForward::begin(&runtime);
             (forward.run)(&mut restore)
         };
         guard.post_forward();

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use burn::tensor::{DType, DispatchTensor};
+use fsdp_kernels::AttentionRule;
 
 use super::super::autodiff::Exchange;
 use super::core::Schedule;
 use super::unit_state::LocalShard;
 use crate::backend::{ModelBackend, StoredTensor};
 use crate::error::Error;
-use crate::layout::TensorSplit;
+use crate::layout::{Mesh, TensorSplit, WorldSize};
 use crate::module::{CallId, ParamIndex, Runtime, SavedForward};
 
 impl<B: ModelBackend> Runtime for Schedule<B> {
@@ -142,6 +143,20 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
 
     fn gather_from_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
         self.exchange_tensor(Exchange::Gathered, tensor)
+    }
+
+    fn context_mesh(&self) -> Option<Mesh> {
+        let mesh = self.settings.mesh;
+        (mesh.context_size() != WorldSize::ONE).then_some(mesh)
+    }
+
+    fn attend_in_context(
+        &self,
+        tensors: [DispatchTensor; 3],
+        bias: Option<DispatchTensor>,
+        rule: &AttentionRule,
+    ) -> Result<DispatchTensor, Error> {
+        self.attend(tensors, bias, rule)
     }
 
     fn materialize(

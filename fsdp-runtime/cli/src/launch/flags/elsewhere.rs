@@ -57,10 +57,14 @@ pub(super) const NOTED: &[Group] = &[
         off: &[],
     },
     Group {
-        because: "for context and sequence parallelism, which are not supported",
+        because: "context parallel ranks always gather keys and values",
+        values: &["parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy"],
+        switches: &[],
+        off: &[],
+    },
+    Group {
+        because: "for DeepSpeed's sequence parallelism, which is not supported",
         values: &[
-            "parallelism_config_cp_backend",
-            "parallelism_config_cp_comm_strategy",
             "parallelism_config_sp_backend",
             "parallelism_config_sp_seq_length",
             "parallelism_config_sp_seq_length_is_variable",

@@ -64,6 +64,9 @@ const OTHERS: &[KeyFlag] = &[
     ),
     key("fsdp_use_orig_params", "BOOL", "Always true here"),
     key("fsdp_version", "1|2", "Both versions of the keys are read alike"),
-    key("parallelism_config_cp_size", "N", "1: there is no context parallelism"),
-    key("parallelism_config_sp_size", "N", "1: there is no sequence parallelism"),
+    key(
+        "parallelism_config_sp_size",
+        "N",
+        "1: there is no Ulysses, see parallelism_config_cp_size",
+    ),
 ];

@@ -125,16 +125,18 @@ impl Reader {
             }
             Some("dp_shard_size") => self.config.fsdp.shard = self.count(entry, 1),
             Some("tp_size") => self.config.fsdp.tensor = self.count(entry, 1),
-            Some("cp_size" | "sp_size") => {
+            Some("cp_size") => self.config.fsdp.context = self.count(entry, 1),
+            Some("sp_size") => {
                 if self.count(entry, 1).is_some_and(|size| size > 1) {
                     self.wrong_value(
                         entry,
-                        "1; only data and tensor parallel training are supported",
+                        "1: it is for DeepSpeed's Ulysses; write `parallelism_config_cp_size` for long rows",
                     );
                 }
             }
             _ => {
-                let read = "only `dp_replicate_size`, `dp_shard_size` and `tp_size` are read";
+                let read =
+                    "only `dp_replicate_size`, `dp_shard_size`, `cp_size` and `tp_size` are read";
                 self.note(entry, read, false);
             }
         }

@@ -1,28 +1,29 @@
-//! A Llama of two blocks whose matrices tensor parallel ranks split, and rows to train it on.
+//! A Llama of two blocks, whose matrices and rows ranks split, and rows to train it on.
 
 use burn::module::Module;
 use burn::nn::loss::Reduction;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{
     AttentionOptions, Embedding, EmbeddingConfig, Linear, LinearActivation, LinearConfig,
-    LinearCrossEntropyOptions, LmHead, LmHeadConfig, RmsNorm, RmsNormConfig, attention, swiglu,
+    LinearCrossEntropyOptions, LmHead, LmHeadConfig, RmsNorm, RmsNormConfig, RotaryEncoding,
+    RotaryEncodingConfig, attention, swiglu,
 };
 use fsdp_runtime::prelude::*;
 
-pub(super) const WORDS: usize = 40;
-pub(super) const HIDDEN: usize = 32;
-pub(super) const HEADS: usize = 8;
-pub(super) const KEY_HEADS: usize = 4;
-pub(super) const HEAD_WIDTH: usize = 8;
-pub(super) const WIDE: usize = 48;
-pub(super) const ROWS: usize = 8;
-pub(super) const LENGTH: usize = 6;
+pub(crate) const WORDS: usize = 40;
+pub(crate) const HIDDEN: usize = 32;
+pub(crate) const HEADS: usize = 8;
+pub(crate) const KEY_HEADS: usize = 4;
+pub(crate) const HEAD_WIDTH: usize = 8;
+pub(crate) const WIDE: usize = 48;
+pub(crate) const ROWS: usize = 8;
+pub(crate) const LENGTH: usize = 16;
 /// Word without a loss.
-pub(super) const IGNORED: i64 = 7;
+pub(crate) const IGNORED: i64 = 7;
 
 /// Attention with grouped queries. Each rank has a part of the heads.
 #[derive(Module, FsdpModule, Debug)]
-pub(super) struct Attention {
+pub(crate) struct Attention {
     #[fsdp(column)]
     query: Linear,
     #[fsdp(column)]
@@ -37,7 +38,7 @@ pub(super) struct Attention {
 }
 
 impl Attention {
-    pub(super) fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         let linear = |from, to| LinearConfig::new(from, to).init(device);
         Self {
             query: linear(HIDDEN, HEADS * HEAD_WIDTH),
@@ -48,17 +49,22 @@ impl Attention {
         }
     }
 
-    pub(super) fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    pub(crate) fn forward(
+        &self,
+        x: Tensor<3>,
+        rotary: &RotaryEncoding,
+        sight: &AttentionOptions,
+    ) -> Tensor<3> {
         let [rows, length, _] = x.dims();
         let heads = |x: Tensor<3>| {
             let heads = x.dims()[2] / HEAD_WIDTH;
             x.reshape([rows, length, heads, HEAD_WIDTH]).swap_dims(1, 2)
         };
         let [query, key, value] = Linear::forward_each([&self.query, &self.key, &self.value], x);
-        let options = AttentionOptions::new().with_causal(true);
         let [query, key, value] = [query, key, value].map(heads);
         let [query, key] = [query, key].map(|heads| self.head_norm.forward(heads));
-        let mixed = attention(query, key, value, options).swap_dims(1, 2);
+        let (query, key) = (rotary.forward(query), rotary.forward(key));
+        let mixed = attention(query, key, value, sight.clone()).swap_dims(1, 2);
         let width = mixed.dims()[2] * HEAD_WIDTH;
         self.output.forward(mixed.reshape([rows, length, width]))
     }
@@ -66,7 +72,7 @@ impl Attention {
 
 /// A gated feed-forward block, and one with an activation in the sum.
 #[derive(Module, FsdpModule, Debug)]
-pub(super) struct FeedForward {
+pub(crate) struct FeedForward {
     #[fsdp(column)]
     gate: Linear,
     #[fsdp(column)]
@@ -79,7 +85,7 @@ pub(super) struct FeedForward {
 
 #[derive(Module, Debug)]
 #[fsdp_unit]
-pub(super) struct Block {
+pub(crate) struct Block {
     attention_norm: RmsNorm,
     attention: Attention,
     norm: RmsNorm,
@@ -88,7 +94,7 @@ pub(super) struct Block {
 
 #[fsdp_unit]
 impl Block {
-    pub(super) fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         let linear = |from, to| LinearConfig::new(from, to).init(device);
         let norm = || RmsNormConfig::new(HIDDEN).init(device);
         Self {
@@ -104,8 +110,14 @@ impl Block {
         }
     }
 
-    pub(super) fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let x = x.clone() + self.attention.forward(self.attention_norm.forward(x));
+    pub(crate) fn forward(
+        &self,
+        x: Tensor<3>,
+        rotary: &RotaryEncoding,
+        sight: &AttentionOptions,
+    ) -> Tensor<3> {
+        let normed = self.attention_norm.forward(x.clone());
+        let x = x + self.attention.forward(normed, rotary, sight);
         let FeedForward { gate, up, down, last } = &self.feed_forward;
         let [gated, value] = Linear::forward_each([gate, up], self.norm.forward(x.clone()));
         let hidden = down.forward_activated(swiglu(gated, value), LinearActivation::Gelu);
@@ -115,18 +127,19 @@ impl Block {
 
 #[derive(Module, Debug)]
 #[fsdp_unit(root, tie("words" = "head", if_shared))]
-pub(super) struct Net {
+pub(crate) struct Net {
     #[fsdp(vocab)]
     words: Embedding,
     blocks: Vec<Block>,
     norm: RmsNorm,
     #[fsdp(vocab)]
     head: LmHead,
+    rotary: RotaryEncoding,
 }
 
 #[fsdp_unit]
 impl Net {
-    pub(super) fn new(tied: bool, device: &Device) -> Self {
+    pub(crate) fn new(tied: bool, device: &Device) -> Self {
         let words = EmbeddingConfig::new(WORDS, HIDDEN).init(device);
         let head = match tied {
             true => LmHead { weight: words.weight.clone() },
@@ -137,30 +150,38 @@ impl Net {
             blocks: (0..2).map(|_| Block::new(device)).collect(),
             norm: RmsNormConfig::new(HIDDEN).init(device),
             head,
+            rotary: RotaryEncodingConfig::new(LENGTH + 1, HEAD_WIDTH).init(device),
         }
     }
 
-    pub(super) fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+    fn hidden(&self, ids: Tensor<2, Int>, sight: &AttentionOptions) -> Tensor<2> {
         let x = self.words.forward(ids);
-        let x = self.blocks.iter().fold(x, |x, block| block.forward(x));
+        let block = |x, block: &Block| block.forward(x, &self.rotary, sight);
+        let x = self.blocks.iter().fold(x, block);
         self.norm.forward(x).flatten(0, 1)
     }
 
-    pub(super) fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
-        self.head.forward(self.hidden(ids))
+    pub(crate) fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {
+        self.head.forward(self.hidden(ids, &AttentionOptions::new().with_causal(true)))
     }
 
-    pub(super) fn forward_loss(&self, ids: Tensor<2, Int>, targets: Tensor<1, Int>) -> Tensor<1> {
+    pub(crate) fn forward_loss(
+        &self,
+        ids: Tensor<2, Int>,
+        targets: Tensor<1, Int>,
+        sight: AttentionOptions,
+    ) -> Tensor<1> {
         let options = LinearCrossEntropyOptions::new()
             .with_chunk_rows(5)
             .with_ignore_index(IGNORED)
             .with_label_smoothing(0.1)
             .with_reduction(Reduction::Sum);
-        self.head.cross_entropy(self.hidden(ids), targets, options)
+        self.head.cross_entropy(self.hidden(ids, &sight), targets, options)
     }
 }
 
-pub(super) fn ids(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tensor<2, Int> {
+/// Returns rows of words with the word after each row's last, `[rows, LENGTH + 1]`.
+pub(crate) fn ids(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tensor<2, Int> {
     let id =
         |row: usize, at: usize| ((step * 31 + row * 7 + at * at * 5 + row * at) % WORDS) as i32;
     let all: Vec<i32> =

@@ -1,0 +1,139 @@
+//! The part of each row that a context parallel rank has.
+
+use std::ops::Range;
+
+use burn::tensor::kind::Basic;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+use super::mesh::WorldSize;
+
+/// The positions of each row that a [context parallel](crate::FsdpOptions::with_context_parallel) rank has.
+///
+/// A row of `length` positions is cut into `2 · ranks` blocks of equal length. Rank `r` has block `r` and block
+/// `2 · ranks - 1 - r`. So each rank has the same work under causal attention, where late positions see more keys
+/// than early ones. A single rank has the whole row.
+///
+/// # Example
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use fsdp_runtime::{Mesh, Rank, WorldSize};
+///
+/// # fn main() -> Result<(), fsdp_runtime::errors::MeshError> {
+/// # #[cfg(feature = "flex")] {
+/// let device = Device::flex();
+/// let world = WorldSize::new(2)?;
+/// let rank = world.rank(1).expect("two ranks");
+/// // In training, `model.stats().mesh()`.
+/// let part = Mesh::new(rank, world).context_parallel(2)?.context_part(8)?;
+/// let row = Tensor::<1>::from_floats([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], &device);
+/// let own = part.of(row, 0).into_data();
+/// own.assert_eq(&[2.0_f32, 3.0, 4.0, 5.0].into(), true);
+/// assert_eq!(part.blocks(), [2..4, 4..6]);
+/// # }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ContextPart {
+    length: usize,
+    ranks: WorldSize,
+    rank: usize,
+}
+
+impl ContextPart {
+    /// Returns a rank's part of rows of `length` positions, which `2 · ranks` divides unless there is one rank.
+    pub(super) const fn new(length: usize, ranks: WorldSize, rank: usize) -> Self {
+        Self { length, ranks, rank }
+    }
+
+    /// Returns the part of another rank.
+    pub(crate) const fn of_rank(self, rank: usize) -> Self {
+        Self { rank, ..self }
+    }
+
+    /// Returns the number of positions of a whole row.
+    pub const fn length(&self) -> usize {
+        self.length
+    }
+
+    /// Returns the number of positions of the part.
+    pub const fn len(&self) -> usize {
+        self.length / self.ranks.size()
+    }
+
+    /// Returns whether rows have no positions.
+    pub const fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Returns the positions of the part, as two blocks in ascending order. The second block of a single rank is
+    /// empty.
+    pub fn blocks(&self) -> [Range<usize>; 2] {
+        let ranks = self.ranks.size();
+        if ranks == 1 {
+            return [0..self.length, self.length..self.length];
+        }
+        let block = self.length / (2 * ranks);
+        [self.rank, 2 * ranks - 1 - self.rank].map(|at| at * block..(at + 1) * block)
+    }
+
+    /// Returns the positions of the part, in ascending order.
+    pub fn indices(&self) -> impl Iterator<Item = usize> + use<> {
+        self.blocks().into_iter().flatten()
+    }
+
+    /// Returns the positions of the part, in ascending order: `[len]`. For tables of positions such as those of
+    /// GPT-2.
+    pub fn positions(&self, device: &Device) -> Tensor<1, Int> {
+        let positions: Vec<i64> = self.indices().map(|at| at as i64).collect();
+        let shape = [positions.len()];
+        Tensor::from_data(TensorData::new(positions, shape), device)
+    }
+
+    /// Returns the part of a tensor that has whole rows along dimension `dim`.
+    ///
+    /// # Panics
+    ///
+    /// If the tensor does not have [`length`](Self::length) elements along the dimension.
+    pub fn of<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, dim: usize) -> Tensor<D, K> {
+        let found = tensor.dims()[dim];
+        assert_eq!(found, self.length, "dimension {dim} must have all positions of a row");
+        let [first, second] = self.blocks();
+        let block = |block: &Range<usize>| tensor.clone().narrow(dim, block.start, block.len());
+        if first.end == second.start {
+            return tensor.clone().narrow(dim, first.start, self.len());
+        }
+        Tensor::cat(vec![block(&first), block(&second)], dim)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_all_ranks_are_the_row() {
+        for (ranks, length) in [(1, 7), (2, 8), (3, 18), (4, 8)] {
+            let ranks = WorldSize::new(ranks).unwrap();
+            let part = ContextPart::new(length, ranks, 0);
+            let mut all: Vec<_> =
+                (0..ranks.size()).flat_map(|rank| part.of_rank(rank).indices()).collect();
+            assert_eq!(all.len(), length);
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..length));
+            for rank in 0..ranks.size() {
+                let own: Vec<_> = part.of_rank(rank).indices().collect();
+                assert!(own.is_sorted() && own.len() == part.len());
+            }
+        }
+    }
+
+    /// Positions see the keys up to their own.
+    #[test]
+    fn causal_work_is_equal() {
+        let part = ContextPart::new(48, WorldSize::new(4).unwrap(), 0);
+        let work = |rank| part.of_rank(rank).indices().map(|at| at + 1).sum::<usize>();
+        assert!((1..4).all(|rank| work(rank) == work(0)));
+    }
+}

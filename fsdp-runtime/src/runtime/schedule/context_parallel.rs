@@ -1,0 +1,168 @@
+//! Attention among context parallel ranks: keys and values of whole rows, and the sums of their gradients.
+
+use std::iter;
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::backend::TensorMetadata;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DispatchTensor, Shape, Slice};
+use fsdp_kernels::AttentionRule;
+
+use super::core::Schedule;
+use super::counters::count;
+use crate::backend::ops::{ContextRanks, attention_among};
+use crate::backend::{Float, ModelBackend, Raw, RawFloat, ShardBackend, cast};
+use crate::collectives::group::AnyProcessGroup;
+use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
+use crate::error::{Error, ScheduleError, ShardError};
+use crate::layout::{ALIGNMENT, ContextPart, MatrixForm, StorageType, UnitLayout, WorldSize};
+
+/// Dimension of the length in queries, keys and values.
+const LENGTH: usize = 2;
+
+impl<B: ModelBackend> Schedule<B> {
+    /// Computes attention among the context parallel ranks.
+    pub(super) fn attend(
+        &self,
+        tensors: [DispatchTensor; 3],
+        bias: Option<DispatchTensor>,
+        rule: &AttentionRule,
+    ) -> Result<DispatchTensor, Error> {
+        let ranks: Arc<dyn ContextRanks<B>> = self.this();
+        let output = attention_among::<B>(tensors, bias, rule, ranks)?;
+        output.ok_or_else(|| ScheduleError::NoContextAttention.into())
+    }
+
+    /// Checks, at the end of a backward pass, that attention knew of the other context parallel ranks.
+    pub(super) fn check_context(&self) -> Result<(), Error> {
+        let exchanges = self.counters.read().context_exchanges;
+        match self.settings.groups.context.is_some() && exchanges == 0 {
+            true => Err(ScheduleError::NoContextAttention.into()),
+            false => Ok(()),
+        }
+    }
+
+    fn context_group(&self) -> &Arc<AnyProcessGroup> {
+        let group = self.settings.groups.context.as_ref();
+        group.expect("attention knows of context parallel ranks where there are some")
+    }
+
+    fn context_size(&self) -> WorldSize {
+        self.settings.mesh.context_size()
+    }
+
+    /// Returns the part of a context parallel rank, of rows of `length` positions.
+    fn context_part(&self, length: usize, rank: usize) -> Result<ContextPart, Error> {
+        let part = self.settings.mesh.context_part(length).map_err(ShardError::from)?;
+        Ok(part.of_rank(rank))
+    }
+}
+
+impl<B: ModelBackend> ContextRanks<B> for Schedule<B> {
+    fn join(&self, parts: [Float<B>; 2]) -> Result<[Float<B>; 2], Error> {
+        count(&self.counters.context_exchanges);
+        let shapes = parts.each_ref().map(TensorMetadata::shape);
+        let flat = self.lower_values(parts.into()).into_iter().map(flattened::<Raw<B>>);
+        let flat = Raw::<B>::float_cat(flat.collect(), 0);
+        let op = Op::new("all_gather", "keys and values").of(flat.shape().num_elements());
+        let device = self.device.clone();
+        let all = self.issue(self.context_group(), move |group| {
+            ProcessGroup::<Raw<B>>::all_gather_one(group, &op, &device, Some(flat))
+        });
+        let all: Vec<_> = all.wait()?.into_iter().flatten().collect();
+        let mut start = 0;
+        let mut whole = Vec::new();
+        for shape in shapes {
+            let range = start..start + shape.num_elements();
+            start = range.end;
+            let part = |flat: &RawFloat<B>| {
+                let part = Raw::<B>::float_slice(flat.clone(), &[Slice::from(range.clone())]);
+                Raw::<B>::float_reshape(part, shape.clone())
+            };
+            whole.push(B::raise(in_order::<Raw<B>>(&all.iter().map(part).collect::<Vec<_>>())));
+        }
+        Ok(<[_; 2]>::try_from(whole).expect("two tensors were joined"))
+    }
+
+    fn sum_parts(&self, whole: [Float<B>; 2]) -> Result<[Float<B>; 2], Error> {
+        count(&self.counters.context_exchanges);
+        let (own, ranks) = (self.settings.mesh.context_rank().index(), self.context_size());
+        let dtype = whole[0].dtype();
+        let lengths = whole.each_ref().map(|tensor| tensor.shape()[LENGTH]);
+        let shapes = whole.each_ref().map(|tensor| {
+            let mut shape = tensor.shape();
+            shape[LENGTH] /= ranks.size();
+            shape
+        });
+        let numel: usize = shapes.iter().map(Shape::num_elements).sum();
+        // Each rank's part is one matrix of a flat range, and begins where the rank's shard does.
+        let padded = numel.next_multiple_of(ALIGNMENT);
+        let whole = self.lower_values(whole.into());
+        let zeros = |len: usize| Raw::<B>::float_zeros([len].into(), &self.device, dtype.into());
+        let mut parts = Vec::new();
+        for rank in 0..ranks.size() {
+            let mut of_rank = Vec::new();
+            for (tensor, length) in whole.iter().zip(lengths) {
+                let part = self.context_part(length, rank)?;
+                of_rank.push(flattened::<Raw<B>>(of_part::<Raw<B>>(tensor, part)));
+            }
+            of_rank.extend((padded > numel).then(|| zeros(padded - numel)));
+            parts.push(Some(Raw::<B>::float_cat(of_rank, 0)));
+        }
+        let keep = move |rank| {
+            let len = if rank == own { numel } else { 0 };
+            Reduce { range: 0..len, shape: vec![len], segment: Some(rank), dtype }
+        };
+        let op = Op::new("reduce_scatter", "gradients of keys and values").of(numel);
+        let device = self.device.clone();
+        let sums = self.issue(self.context_group(), move |group| {
+            let form = MatrixForm { dtype, storage: StorageType::F32, codes: None, record: 1 };
+            let layout = UnitLayout::stored_as(iter::repeat_n((form, padded), ranks.size()), ranks);
+            let keep: Vec<_> = (0..ranks.size()).map(keep).collect();
+            let request =
+                ReduceScatter { gradients: parts, keep: &keep, layout: &layout, divisor: 1 };
+            ProcessGroup::<Raw<B>>::reduce_scatter(group, &op, &device, request)
+        });
+        let sum = sums.wait()?.swap_remove(own).expect("each rank gives a tensor");
+        let sum = cast::<Raw<B>>(sum, dtype);
+        let mut start = 0;
+        Ok(shapes.map(|shape| {
+            let range = start..start + shape.num_elements();
+            start = range.end;
+            let flat = Raw::<B>::float_slice(sum.clone(), &[Slice::from(range)]);
+            B::raise(Raw::<B>::float_reshape(flat, shape))
+        }))
+    }
+}
+
+/// Returns a tensor with one dimension.
+fn flattened<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
+    let numel = tensor.shape().num_elements();
+    B::float_reshape(tensor, Shape::from([numel]))
+}
+
+/// Returns some positions of each row.
+fn narrowed<B: ShardBackend>(tensor: &Float<B>, positions: Range<usize>) -> Float<B> {
+    let dims = tensor.shape();
+    let range = |(dim, &size): (usize, &usize)| match dim == LENGTH {
+        true => positions.clone(),
+        false => 0..size,
+    };
+    let slices: Vec<_> = dims.iter().enumerate().map(range).map(Slice::from).collect();
+    B::float_slice(tensor.clone(), &slices)
+}
+
+/// Returns whole rows, given the parts of all ranks, each of two blocks.
+fn in_order<B: ShardBackend>(parts: &[Float<B>]) -> Float<B> {
+    let block = parts[0].shape()[LENGTH] / 2;
+    let early = parts.iter().map(|part| narrowed::<B>(part, 0..block));
+    let late = parts.iter().rev().map(|part| narrowed::<B>(part, block..2 * block));
+    B::float_cat(early.chain(late).collect(), LENGTH)
+}
+
+/// Returns a part of whole rows.
+fn of_part<B: ShardBackend>(whole: &Float<B>, part: ContextPart) -> Float<B> {
+    let blocks = part.blocks().map(|block| narrowed::<B>(whole, block));
+    B::float_cat(blocks.into(), LENGTH)
+}
