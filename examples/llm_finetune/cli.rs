@@ -77,6 +77,11 @@ pub struct Cli {
     )]
     pub tensor_parallel: Option<usize>,
 
+    /// Split the positions of a row over the tensor parallel ranks in norms, residuals and the inputs that
+    /// --recompute keeps
+    #[arg(long, requires = "tensor_parallel")]
+    pub sequence_parallel: bool,
+
     /// Context parallel ranks: each has a part of every row, for conversations that are too long for one rank.
     /// Rows have a multiple of twice as many tokens [default: that of the configuration file, or 1]
     #[arg(

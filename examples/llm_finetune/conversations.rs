@@ -100,8 +100,8 @@ pub fn read(
         true => {
             ensure!(
                 max_length.is_multiple_of(blocks),
-                "--max-length {max_length} with --pad-to-max-length: with --cp {} it is a multiple of {blocks}",
-                blocks / 2
+                "--max-length {max_length} with --pad-to-max-length: the ranks that share a row need a multiple of \
+                 {blocks}"
             );
             RowLength::Fixed(max_length)
         }

@@ -147,7 +147,11 @@ impl Job {
         let tensor_parallel = sharding::tensor_parallel(cli, settings);
         check_heads(tensor_parallel, &config)?;
         let context_parallel = sharding::context_parallel(cli, settings);
-        let blocks = if context_parallel == 1 { 1 } else { 2 * context_parallel };
+        let blocks = match context_parallel {
+            1 => 1,
+            ranks => 2 * ranks,
+        };
+        let blocks = blocks * if cli.sequence_parallel { tensor_parallel } else { 1 };
         let lora = cli.lora.resolve(&[])?;
         let export = cli.save.as_ref().map(|folder| {
             let base = lora.as_ref().filter(|_| !cli.merge_adapters).and(cli.model.clone());

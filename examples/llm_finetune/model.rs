@@ -141,7 +141,7 @@ impl CausalLm {
             layer.forward(x, positions.clone(), &self.rotary, &sight)
         });
         let [.., width] = x.dims();
-        self.norm.forward(x).reshape([count * length, width])
+        self.head.gather_sequence(self.norm.forward(x)).reshape([count * length, width])
     }
 
     fn logits(&self, hidden: Tensor<2>) -> Tensor<2> {
@@ -231,11 +231,13 @@ impl Attention {
         sight: &AttentionOptions,
         cache: Option<&mut Option<KeyValue>>,
     ) -> Tensor<3> {
-        let [rows, length, _] = x.dims();
         let width = self.head_width as i32;
         let layers = [&self.query, &self.key, &self.value];
-        let [query, key, mut value] = Linear::forward_each(layers, x)
-            .map(|x| x.reshape([rows as i32, length as i32, -1, width]).swap_dims(1, 2));
+        let [query, key, mut value] = Linear::forward_each(layers, x).map(|x| {
+            // Under sequence parallel `x` had a part of the length.
+            let [rows, length, _] = x.dims().map(|size| size as i32);
+            x.reshape([rows, length, -1, width]).swap_dims(1, 2)
+        });
         let (query, mut key) = rotate(normed(&self.query_norm, query), normed(&self.key_norm, key));
         if let Some(cache) = cache {
             if let Some((keys, values)) = cache.take() {
@@ -249,7 +251,8 @@ impl Attention {
             None => sight.clone(),
         };
         let context = attention(query, key, value, sight);
-        self.output.forward(context.swap_dims(1, 2).reshape([rows as i32, length as i32, -1]))
+        let [rows, _, length, _] = context.dims().map(|size| size as i32);
+        self.output.forward(context.swap_dims(1, 2).reshape([rows, length, -1]))
     }
 }
 

@@ -21,6 +21,7 @@ pub fn options(cli: &Cli, settings: &LaunchSettings, lora: Option<&Lora>) -> Fsd
     let options = settings.options.clone().with_strategy(settings.strategy);
     let options = options
         .with_tensor_parallel(tensor_parallel(cli, settings))
+        .with_sequence_parallel(cli.sequence_parallel)
         .with_context_parallel(context_parallel(cli, settings));
     let mut options = options.with_seed(cli.training.seed);
     if cli.bf16 {

@@ -3,17 +3,20 @@
 use std::path::Path;
 
 use burn::module::Module;
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 use fsdp_runtime::Error;
 use fsdp_runtime::checkpoint::{Checkpoint, MergeOptions, Restore, merge};
 use fsdp_runtime::errors::{ScheduleError, ShardError};
 use fsdp_runtime::lora::LoraConfig;
-use fsdp_runtime::nn::{Linear, LinearConfig, RmsNorm, RmsNormConfig};
+use fsdp_runtime::nn::{
+    Embedding, EmbeddingConfig, Linear, LinearConfig, LinearCrossEntropyOptions, LmHead,
+    LmHeadConfig, RmsNorm, RmsNormConfig, attention,
+};
 use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
 
-use crate::split_llama::{Block, LENGTH, Net, ROWS, Setup, causal, compare, ids, train};
+use crate::split_llama::{Block, HIDDEN, LENGTH, Net, ROWS, Setup, causal, compare, ids, train};
 use crate::support::on_ranks;
 
 #[test]
@@ -39,6 +42,59 @@ fn strategies_and_recomputation_change_nothing() {
     ] {
         compare(&alone, &setup(options));
     }
+}
+
+/// Outside of split layers each rank has a part of the positions.
+#[test]
+fn sequence_parallel_changes_nothing() {
+    let base = || FsdpOptions::new().with_seed(3).with_sequence_parallel(true);
+    let layers = ActivationCheckpointing::Units(unit_types![Block]);
+    let recomputed = base().with_activation_checkpointing(layers);
+    let alone = train(&Setup::new(1, 1));
+    for (mesh, options) in [
+        ([1, 1, 2], base()),
+        ([2, 1, 2], recomputed.clone()),
+        ([1, 1, 4], base().with_strategy(ShardingStrategy::NoShard)),
+        ([1, 2, 2], recomputed),
+        ([2, 1, 1], base()),
+    ] {
+        compare(&alone, &Setup { options, ..Setup::mesh(mesh) });
+    }
+    let lora = || Some(LoraConfig::new(4).with_alpha(8.0));
+    let setup = |mesh| Setup { lora: lora(), tied: true, steps: 6, ..Setup::mesh(mesh) };
+    let alone = train(&setup([1, 1, 1]));
+    for mesh in [[1, 1, 2], [1, 2, 2]] {
+        compare(&alone, &Setup { options: base(), ..setup(mesh) });
+    }
+    let runs = [0; 2].map(|_| {
+        train(&Setup { options: base(), steps: 3, micro_batches: 2, ..Setup::mesh([2, 1, 2]) })
+    });
+    assert!(runs[0].losses == runs[1].losses && runs[0].full == runs[1].full);
+}
+
+#[test]
+fn activations_of_norms_are_parts_under_sequence_parallel() {
+    let measured = [false, true].map(|sequence| {
+        let ranks = on_ranks(2, move |worker| {
+            let device = worker.device();
+            let options = FsdpOptions::new().with_seed(1).with_tensor_parallel(2);
+            let options = options.with_sequence_parallel(sequence);
+            let layers = ActivationCheckpointing::Units(unit_types![Block]);
+            let options = options.with_activation_checkpointing(layers);
+            let net = fully_shard(Net::new(false, device), worker, options)?;
+            let ids = ids(0, 0..ROWS, device);
+            let targets = ids.clone().narrow(1, 1, LENGTH).flatten(0, 1);
+            let loss = net.forward_loss(ids.narrow(1, 0, LENGTH), targets, causal());
+            let kept = net.stats().memory().activations.now;
+            net.backward(loss)?;
+            Ok(kept)
+        });
+        ranks[0]
+    });
+    let [whole, parts] = measured;
+    // The inputs of the two blocks, in f32, of which each rank keeps a half.
+    let inputs = 2 * ROWS * LENGTH * HIDDEN * 4;
+    assert_eq!(whole - parts, inputs / 2);
 }
 
 #[test]
@@ -137,6 +193,72 @@ fn tensor_parallel_ranks_with_different_batches_are_an_error() {
 fn caught<T>(forward: impl FnOnce() -> T) -> Option<Error> {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(forward));
     caught.err().map(|panic| *panic.downcast::<Error>().expect("a typed error"))
+}
+
+/// Attention whose length is that of its input, and a head.
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Careless {
+    #[fsdp(vocab)]
+    words: Embedding,
+    #[fsdp(column)]
+    query: Linear,
+    #[fsdp(row)]
+    output: Linear,
+    head: LmHead,
+    /// Whether the length is that of the input.
+    #[module(skip)]
+    reads_input: bool,
+}
+
+#[fsdp_unit]
+impl Careless {
+    fn forward_loss(&self, ids: Tensor<2, Int>) -> Tensor<1> {
+        let x = self.words.forward(ids.clone());
+        let query = self.query.forward(x.clone());
+        let [rows, length, _] = if self.reads_input { x.dims() } else { query.dims() };
+        let query = query.reshape([rows as i32, -1, length as i32, 4]);
+        let mixed = attention(query.clone(), query.clone(), query, causal());
+        let mixed = self.output.forward(mixed.reshape([rows as i32, -1, 8]));
+        let [_, positions, _] = mixed.dims();
+        let targets = ids.narrow(1, 0, positions).flatten(0, 1);
+        self.head.cross_entropy(mixed.flatten(0, 1), targets, LinearCrossEntropyOptions::new())
+    }
+}
+
+/// Returns the error of a step of a careless model under sequence parallel.
+fn careless(reads_input: bool, length: usize) -> Error {
+    let mut ranks = on_ranks(2, move |worker| {
+        let device = worker.device();
+        let net = Careless {
+            words: EmbeddingConfig::new(40, 8).init(device),
+            query: LinearConfig::new(8, 16).init(device),
+            output: LinearConfig::new(16, 8).init(device),
+            head: LmHeadConfig::new(8, 40).init(device),
+            reads_input,
+        };
+        let options = FsdpOptions::new().with_seed(1).with_tensor_parallel(2);
+        let net = fully_shard(net, worker, options.with_sequence_parallel(true))?;
+        let ids = ids(0, 0..2, device).narrow(1, 0, length);
+        let step = || net.backward(net.forward_loss(ids)).unwrap_err();
+        Ok(match std::panic::catch_unwind(std::panic::AssertUnwindSafe(step)) {
+            Ok(error) => error,
+            Err(panic) => *panic.downcast::<Error>().expect("a typed error"),
+        })
+    });
+    ranks.swap_remove(0)
+}
+
+#[test]
+fn code_that_sequence_parallel_would_make_wrong_is_an_error() {
+    let error = careless(true, 8);
+    let expected = ScheduleError::PartOfSequence { length: 8, positions: 4 };
+    assert_eq!(error, expected.into());
+    // The head is whole, and the loss is that of this rank's positions.
+    let error = careless(false, 8);
+    assert!(matches!(error, Error::Schedule(ScheduleError::DifferentLosses { .. })), "{error}");
+    let text = careless(true, 7).to_string();
+    assert!(text.contains("rows of 7 positions cannot be split over 2 tensor"), "{text}");
 }
 
 /// A norm between split layers without `shared`.

@@ -20,6 +20,38 @@ pub enum ScheduleError {
          CubeCL device, with query, key and value of one float dtype"
     )]
     NoContextAttention,
+    /// Tensor parallel ranks whose losses differ.
+    #[error(
+        "tensor parallel ranks have different losses, {own} and {other}, but take the same batch: under \
+         `sequence_parallel` write `#[fsdp(vocab)]` on the head, an `nn::LmHead`, and compute the loss of all \
+         positions with `gather_sequence`"
+    )]
+    DifferentLosses {
+        /// Loss of this rank.
+        own: f64,
+        /// Loss of another rank.
+        other: f64,
+    },
+    /// Attention of this rank's part of the sequence.
+    #[error(
+        "attention is called with {positions} positions, where the last `column` layer returned {length}: under \
+         `sequence_parallel` that layer gathers them, so take the length from its output, not from its input"
+    )]
+    PartOfSequence {
+        /// Positions that the `column` layer returned.
+        length: usize,
+        /// Positions of the queries.
+        positions: usize,
+    },
+    /// A value of a split layer without a dimension for the positions.
+    #[error(
+        "under `sequence_parallel` a split layer takes and returns `[rows, length, width]`, not {shape:?}: flatten \
+         rows after it"
+    )]
+    NoSequence {
+        /// Shape of the value.
+        shape: Vec<usize>,
+    },
     /// A whole parameter whose gradient differs between tensor parallel ranks.
     #[error(
         "`{path}` is whole on each tensor parallel rank, but its gradients differ: it is used with values that \

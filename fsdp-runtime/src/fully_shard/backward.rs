@@ -123,6 +123,8 @@ impl<M: FsdpModule> Fsdp<M> {
         if !self.schedule.is_tracked(loss.clone().into_dispatch()) {
             return Err(ScheduleError::UntrackedLoss.into());
         }
+        let value = || loss.clone().into_data().iter::<f64>().sum();
+        self.schedule.check_loss(&value)?;
         let added = self.schedule.add_loss(weight, accumulate)?;
         let loss = match added.factor {
             Some(factor) => loss.mul_scalar(factor),

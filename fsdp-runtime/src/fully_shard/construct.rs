@@ -81,8 +81,9 @@ pub(crate) fn shard<M: HookedForward>(
         later = plan.indices.iter().flatten().copied().collect();
     }
     with_backend!(device, |B, inner| {
-        // Tensor parallel ranks take the same batch, and draw the same masks for it.
-        let random = RandomStream::new(options.seed.unwrap_or(0), mesh.rank.index());
+        // Tensor parallel ranks take the same batch, and draw the same masks for it, unless they have parts of it.
+        let stream = if mesh.splits_sequence() { mesh.of_all_ranks() } else { mesh }.rank.index();
+        let random = RandomStream::new(options.seed.unwrap_or(0), stream);
         let comm = worker.comm().among(settings.groups.data.clone());
         let schedule = Schedule::<B>::new(
             settings,

@@ -46,6 +46,18 @@ pub enum MeshError {
         /// The requested number of context parallel ranks.
         context: usize,
     },
+    /// Rows that sequence parallel ranks cannot split in equal parts.
+    #[error(
+        "rows of {length} positions cannot be split over {tensor} tensor parallel ranks, as `sequence_parallel` \
+         asks; pad rows to {} positions, a multiple of {tensor}",
+        length.next_multiple_of(tensor.size())
+    )]
+    UnevenSequence {
+        /// Number of positions of a row.
+        length: usize,
+        /// Number of tensor parallel ranks.
+        tensor: WorldSize,
+    },
     /// Rows that context parallel ranks cannot split in equal parts.
     #[error(
         "rows of {length} positions cannot be split over {context} context parallel ranks, each of which has \
@@ -163,13 +175,16 @@ pub struct Mesh {
     tensor: WorldSize,
     /// This rank's number among its tensor parallel ranks.
     tensor_rank: Rank,
+    /// Whether each tensor parallel rank has a part of the positions outside of split layers.
+    sequence: bool,
 }
 
 impl Mesh {
     /// Creates a 1-D mesh: all ranks form one shard group.
     pub const fn new(rank: Rank, world: WorldSize) -> Self {
         let one = WorldSize::ONE;
-        Self { rank, world, shard: world, context: one, tensor: one, tensor_rank: Rank::ZERO }
+        let (tensor_rank, sequence) = (Rank::ZERO, false);
+        Self { rank, world, shard: world, context: one, tensor: one, tensor_rank, sequence }
     }
 
     /// Returns the mesh of the groups of `ranks` tensor parallel ranks, in a 1-D mesh of all ranks.
@@ -203,6 +218,17 @@ impl Mesh {
     /// Returns this rank's number among its tensor parallel ranks.
     pub const fn tensor_rank(self) -> Rank {
         self.tensor_rank
+    }
+
+    /// Returns this mesh with sequence parallel: whether each tensor parallel rank has a part of the positions
+    /// outside of split layers.
+    pub(crate) const fn sequence_parallel(self, on: bool) -> Self {
+        Self { sequence: on, ..self }
+    }
+
+    /// Returns whether each of several tensor parallel ranks has a part of the positions outside of split layers.
+    pub const fn splits_sequence(self) -> bool {
+        self.sequence && self.tensor.0 > 1
     }
 
     /// Returns this mesh with groups of `ranks` context parallel ranks, which have parts of the same rows.

@@ -10,6 +10,7 @@ mod burn_nn;
 pub(crate) mod const_check;
 mod containers;
 mod contract;
+mod exchange;
 pub(crate) mod lora;
 mod node;
 pub(crate) mod opaque;
@@ -24,6 +25,7 @@ pub(crate) use self::adapter::{AdapterDropout, AdapterSettings, ConfiguredLora};
 pub use self::contract::{
     FsdpModule, FsdpUnit, HookedForward, ParamMapper, ParamVisitor, SplitLinear, SplitVocabulary,
 };
+pub(crate) use self::exchange::Exchange;
 pub use self::node::{Child, Forward, Kind, LEAF, Node, Split, Tie};
 pub use self::param::Sharded;
 pub(crate) use self::param::{

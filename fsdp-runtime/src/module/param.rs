@@ -18,7 +18,9 @@ use burn::tensor::{Bool, DType, Device, DispatchTensor, Int, Tensor};
 use fsdp_kernels::{AttentionRule, MaskSource};
 
 use super::adapter::{AdapterSettings, AttachedLora};
+use super::exchange::Exchange;
 use super::random::Draw;
+use super::running::RunningForward;
 use crate::error::{Error, raise};
 use crate::layout::{Mesh, TensorSplit};
 
@@ -130,15 +132,14 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     fn is_shared(&self, index: ParamIndex) -> bool;
     /// Checks that tensor parallel ranks have equal digests of what they call a layer with.
     fn check_tensor_inputs(&self, digest: &mut dyn FnMut() -> f64) -> Result<(), Error>;
-    /// Returns a tensor that all tensor parallel ranks have, to be used with parts of matrices. Its gradient
-    /// is summed over the ranks.
-    fn share_with_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
-    /// Returns the sum of a tensor over the tensor parallel ranks.
-    fn sum_over_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
-    /// Returns the tensors of all tensor parallel ranks, joined along the last dimension.
-    fn gather_from_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error>;
-    /// Returns the mesh, if it has context parallel ranks.
-    fn context_mesh(&self) -> Option<Mesh>;
+    /// Exchanges a tensor between the tensor parallel ranks.
+    fn exchange(&self, exchange: Exchange, tensor: DispatchTensor)
+    -> Result<DispatchTensor, Error>;
+    /// Returns the mesh.
+    fn ranks(&self) -> Mesh;
+    /// Checks the number of positions that attention is called with, before it is that of whole rows. Under
+    /// sequence parallel these are the rows that a split layer has returned.
+    fn check_positions(&self, positions: usize) -> Result<(), Error>;
     /// Computes attention of this rank's queries with the keys and values of all context parallel ranks, given
     /// those of this rank. `bias` is that of whole rows. The rule has the keys of whole rows that each query of
     /// this rank sees.
@@ -242,17 +243,50 @@ impl Sharded {
 
     /// Returns a tensor that all tensor parallel ranks have, to be used with parts of matrices.
     pub(crate) fn share_with_tensor_ranks<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
-        exchanged(self.runtime.share_with_tensor_ranks(tensor.into_dispatch()))
-    }
-
-    /// Returns the sum of a tensor over the tensor parallel ranks.
-    pub(crate) fn sum_over_tensor_ranks<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
-        exchanged(self.runtime.sum_over_tensor_ranks(tensor.into_dispatch()))
+        self.exchange(Exchange::Shared, tensor)
     }
 
     /// Returns the tensors of all tensor parallel ranks, joined along the last dimension.
     pub(crate) fn gather_from_tensor_ranks<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
-        exchanged(self.runtime.gather_from_tensor_ranks(tensor.into_dispatch()))
+        self.exchange(Exchange::Gathered, tensor)
+    }
+
+    /// Returns the input of split layers, to be used with parts of matrices: all positions.
+    pub(crate) fn enter_split<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let in_parts = self.splits_sequence();
+        self.exchange(if in_parts { Exchange::SequenceShared } else { Exchange::Shared }, input)
+    }
+
+    /// Returns the sum of what the tensor parallel ranks computed with parts of a matrix: under sequence parallel
+    /// this rank's positions.
+    pub(crate) fn leave_split<const D: usize>(&self, part: Tensor<D>) -> Tensor<D> {
+        let in_parts = self.splits_sequence();
+        self.exchange(if in_parts { Exchange::SequenceSummed } else { Exchange::Summed }, part)
+    }
+
+    /// Returns the outputs of all tensor parallel ranks, joined along the last dimension: under sequence parallel
+    /// this rank's positions.
+    pub(crate) fn gather_outputs<const D: usize>(&self, outputs: Tensor<D>) -> Tensor<D> {
+        let all = self.exchange(Exchange::Gathered, outputs);
+        if self.splits_sequence() { self.exchange(Exchange::SequencePart, all) } else { all }
+    }
+
+    /// Returns all positions of a tensor of which, under sequence parallel, this rank has a part.
+    pub(crate) fn gather_sequence<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        match self.splits_sequence() {
+            true => self.exchange(Exchange::SequenceGathered, tensor),
+            false => tensor,
+        }
+    }
+
+    /// Returns whether each tensor parallel rank has a part of the positions outside of split layers. So it is in
+    /// the forward of a unit. Code that calls layers by themselves, as to generate text, has all positions.
+    fn splits_sequence(&self) -> bool {
+        self.runtime.ranks().splits_sequence() && RunningForward::current().is_some()
+    }
+
+    fn exchange<const D: usize>(&self, exchange: Exchange, tensor: Tensor<D>) -> Tensor<D> {
+        exchanged(self.runtime.exchange(exchange, tensor.into_dispatch()))
     }
 
     pub(crate) fn new(runtime: Arc<dyn Runtime>, index: ParamIndex) -> Self {

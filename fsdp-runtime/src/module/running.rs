@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use super::param::Runtime;
 use crate::error::{ShardError, raise};
-use crate::layout::ContextPart;
+use crate::layout::{ContextPart, WorldSize};
 
 thread_local! {
-    /// Models with context parallel ranks whose forwards run on this thread, outermost first.
+    /// Models with split rows whose forwards run on this thread, outermost first.
     static RUNNING: RefCell<Vec<Arc<dyn Runtime>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -21,9 +21,12 @@ pub(crate) struct RunningForward {
 }
 
 impl RunningForward {
-    /// Marks a forward of a model as running. Returns `None` for a model without context parallel ranks.
+    /// Marks a forward of a model as running. Returns `None` for a model whose ranks have whole rows.
     pub(crate) fn begin(runtime: &Arc<dyn Runtime>) -> Option<Self> {
-        runtime.context_mesh()?;
+        let mesh = runtime.ranks();
+        if mesh.context_size() == WorldSize::ONE && !mesh.splits_sequence() {
+            return None;
+        }
         RUNNING.with_borrow_mut(|running| running.push(runtime.clone()));
         Some(Self { thread: PhantomData })
     }
@@ -32,14 +35,17 @@ impl RunningForward {
     /// thread, if that has context parallel ranks. Unwinds with the error if no part has as many positions.
     pub(crate) fn part(positions: usize) -> Option<(ContextPart, Arc<dyn Runtime>)> {
         let runtime = Self::current()?;
-        let mesh = runtime.context_mesh()?;
+        let mesh = runtime.ranks();
+        if mesh.context_size() == WorldSize::ONE {
+            return None;
+        }
         match mesh.context_part(positions * mesh.context_size().size()) {
             Ok(part) => Some((part, runtime)),
             Err(error) => raise(ShardError::from(error).into()),
         }
     }
 
-    /// Returns the model with context parallel ranks whose forward runs on this thread, if one does.
+    /// Returns the model with split rows whose forward runs on this thread, if one does.
     pub(crate) fn current() -> Option<Arc<dyn Runtime>> {
         RUNNING.with_borrow(|running| running.last().cloned())
     }

@@ -66,26 +66,22 @@ impl Embedding {
     /// # Shapes
     ///
     /// - ids: `[rows, length]`
-    /// - output: `[rows, length, d_model]`
+    /// - output: `[rows, length, d_model]`; of a split table under
+    ///   [sequence parallel](crate::FsdpOptions::with_sequence_parallel), this rank's part of the length
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
+        let table = self.weight.val();
         let padding = self.padding_idx.map(|id| ids.clone().equal_elem(id as i64));
-        let rows = self.rows(ids);
-        match padding {
+        let without_padding = |rows: Tensor<3>| match padding {
             Some(is_padding) => rows.clone().mask_where(is_padding.unsqueeze_dim(2), rows.detach()),
             None => rows,
-        }
-    }
-
-    /// Returns the row of each id, with a gradient for all of them.
-    fn rows(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        let table = self.weight.val();
+        };
         let Some((sharded, split)) = Sharded::split_of(&self.weight) else {
-            return rows(table, ids);
+            return without_padding(rows(table, ids));
         };
         let [own, _] = table.dims();
         let (ids, others) = sharded.own_ids(ids, (split, own));
         let rows = rows(table, ids).mask_fill(others.unsqueeze_dim(2), 0.0);
-        sharded.sum_over_tensor_ranks(rows)
+        sharded.leave_split(without_padding(rows))
     }
 }
 

@@ -155,7 +155,8 @@ impl Linear {
             let params = params.next().expect("parameters of each layer");
             match parallel {
                 Some(parallel) if parallel.takes_whole_inputs() => {
-                    let shared = shared.get_or_insert_with(|| parallel.share(input.clone()));
+                    let enter = || parallel.weight.enter_split(input.clone());
+                    let shared = shared.get_or_insert_with(enter);
                     parallel.apply_to_shared(shared.clone(), params, Default::default())
                 }
                 Some(parallel) => parallel.apply(input.clone(), params, Default::default()),
@@ -189,9 +190,9 @@ impl<'a> TensorParallel<'a> {
         self.split.dim == 1
     }
 
-    /// Returns a tensor that all ranks have, whose gradient is the sum of theirs.
-    fn share<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
-        self.weight.share_with_tensor_ranks(tensor)
+    /// Returns a factor that all ranks have, whose gradient is the sum of theirs.
+    fn share(&self, factor: Tensor<2>) -> Tensor<2> {
+        self.weight.share_with_tensor_ranks(factor)
     }
 
     /// Returns the parameters, of which those that are whole have gradients of all ranks.
@@ -203,7 +204,7 @@ impl<'a> TensorParallel<'a> {
         params
     }
 
-    /// Applies a layer that has a part of the outputs, to an input that [`share`](Self::share) returned.
+    /// Applies a layer that has a part of the outputs, to an input that [`Sharded::enter_split`] returned.
     /// Returns the outputs of all ranks if the layer gathers them.
     fn apply_to_shared<const D: usize>(
         &self,
@@ -213,7 +214,7 @@ impl<'a> TensorParallel<'a> {
     ) -> Tensor<D> {
         let output = apply(input, self.params(params), activation);
         match self.split.gathers {
-            true => self.weight.gather_from_tensor_ranks(output),
+            true => self.weight.gather_outputs(output),
             false => output,
         }
     }
@@ -227,12 +228,12 @@ impl<'a> TensorParallel<'a> {
         activation: LinearActivation,
     ) -> Tensor<D> {
         if self.takes_whole_inputs() {
-            return self.apply_to_shared(self.share(input), params, activation);
+            return self.apply_to_shared(self.weight.enter_split(input), params, activation);
         }
         // The bias is added once, to the sum.
         let LinearParams { weight, bias } = self.params(params);
         let part = apply(input, LinearParams { weight, bias: None }, Default::default());
-        let sum = self.weight.sum_over_tensor_ranks(part);
+        let sum = self.weight.leave_split(part);
         let sum = match bias {
             Some(bias) => sum + bias.unsqueeze(),
             None => sum,

@@ -72,6 +72,9 @@ pub struct LmHead {
 impl LmHead {
     /// Computes the logits of all words.
     ///
+    /// Under [sequence parallel](crate::FsdpOptions::with_sequence_parallel) the hidden values are those of
+    /// [`gather_sequence`](Self::gather_sequence).
+    ///
     /// # Shapes
     ///
     /// - hidden: `[.., d_model]`
@@ -87,11 +90,27 @@ impl LmHead {
         }
     }
 
+    /// Returns the hidden values of all positions, of which a rank has a part under
+    /// [sequence parallel](crate::FsdpOptions::with_sequence_parallel). Without it they are the same values.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[rows, part of the length, d_model]`
+    /// - output: `[rows, length, d_model]`
+    pub fn gather_sequence(&self, hidden: Tensor<3>) -> Tensor<3> {
+        match Sharded::split_of(&self.weight) {
+            Some((sharded, _)) => sharded.gather_sequence(hidden),
+            None => hidden,
+        }
+    }
+
     /// Computes the cross-entropy of the logits and the targets, as
     /// [`linear_cross_entropy`](super::linear_cross_entropy) does.
     ///
     /// Of a split weight each rank makes the logits of its own words, for a chunk of rows at a time, in f32.
     /// The ranks exchange three or four numbers of each row of a chunk. Gradients are computed in forward.
+    /// Under [sequence parallel](crate::FsdpOptions::with_sequence_parallel) the hidden values are those of
+    /// [`gather_sequence`](Self::gather_sequence).
     ///
     /// # Shapes
     ///

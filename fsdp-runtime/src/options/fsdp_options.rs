@@ -105,6 +105,22 @@ impl FsdpOptions {
         self
     }
 
+    /// Sets whether each tensor parallel rank has a part of the positions outside of split layers: in norms,
+    /// residuals, and the inputs that units keep for recomputation. Default: off. It has no effect without
+    /// [tensor parallel](Self::with_tensor_parallel) ranks.
+    ///
+    /// A `column` layer then gathers the positions of its input, and a `row` layer, or an embedding under `vocab`,
+    /// returns this rank's positions of its sum: a reduce-scatter and an all-gather in place of an all-reduce. The
+    /// number of positions of a row is that of a `column` layer's *output*. The gradients of whole parameters are
+    /// added over the ranks. Head and embedding are split by `vocab`, and the number of positions is a multiple of
+    /// the number of tensor parallel ranks.
+    ///
+    /// PyTorch's `SequenceParallel`, Megatron's `--sequence-parallel`.
+    pub const fn with_sequence_parallel(mut self, on: bool) -> Self {
+        self.sequence_parallel = on;
+        self
+    }
+
     /// Sets how many ranks have a part of each row, for rows that are too long for one rank. It must divide the
     /// number of data parallel ranks, of which neighbours form a group. Default: 1, each rank has whole rows.
     ///

@@ -162,6 +162,7 @@ impl FsdpOptions {
             ranks => mesh.tensor_parallel(ranks)?,
         };
         let mesh = mesh.context_parallel(self.context_parallel)?;
+        let mesh = mesh.sequence_parallel(self.sequence_parallel);
         let local = (local / self.tensor_parallel).max(1);
         if !self.strategy.is_hybrid() {
             return Ok(mesh);

@@ -91,6 +91,13 @@ macro_rules! option_rows {
             key("parallelism_config_tp_size", "N", "Number of tensor parallel ranks"),
         ]),
     }
+    #[serde(default)]
+    pub(crate) sequence_parallel(with_sequence_parallel): plain(bool) = false, {
+        help: "Whether each tensor parallel rank has a part of the positions outside of split layers",
+        default: "off",
+        range: "on or off",
+        keys: Keys::NotInFile("Accelerate has no key for it"),
+    }
     #[serde(default = "one")]
     pub(crate) context_parallel(with_context_parallel): plain(usize) = 1, {
         help: "Number of ranks that have a part of each row",

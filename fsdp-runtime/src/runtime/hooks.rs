@@ -29,7 +29,7 @@ pub(super) struct OpenCall {
     pub(super) id: CallId,
     /// Whether no other hooked forward was running when this one began.
     pub(super) outermost: bool,
-    /// The forward on this thread, in a model with context parallel ranks.
+    /// The forward on this thread, in a model with split rows.
     running: Option<RunningForward>,
 }
 

@@ -10,7 +10,7 @@ use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 
 use self::net::IGNORED;
-pub(crate) use self::net::{Block, LENGTH, Net, ROWS, ids};
+pub(crate) use self::net::{Block, HIDDEN, LENGTH, Net, ROWS, ids};
 use crate::support::on_ranks;
 
 mod net;

@@ -55,18 +55,17 @@ impl Attention {
         rotary: &RotaryEncoding,
         sight: &AttentionOptions,
     ) -> Tensor<3> {
-        let [rows, length, _] = x.dims();
         let heads = |x: Tensor<3>| {
-            let heads = x.dims()[2] / HEAD_WIDTH;
-            x.reshape([rows, length, heads, HEAD_WIDTH]).swap_dims(1, 2)
+            let [rows, length, width] = x.dims();
+            x.reshape([rows, length, width / HEAD_WIDTH, HEAD_WIDTH]).swap_dims(1, 2)
         };
         let [query, key, value] = Linear::forward_each([&self.query, &self.key, &self.value], x);
         let [query, key, value] = [query, key, value].map(heads);
         let [query, key] = [query, key].map(|heads| self.head_norm.forward(heads));
         let (query, key) = (rotary.forward(query), rotary.forward(key));
         let mixed = attention(query, key, value, sight.clone()).swap_dims(1, 2);
-        let width = mixed.dims()[2] * HEAD_WIDTH;
-        self.output.forward(mixed.reshape([rows, length, width]))
+        let [rows, length, heads, _] = mixed.dims();
+        self.output.forward(mixed.reshape([rows, length, heads * HEAD_WIDTH]))
     }
 }
 
@@ -158,7 +157,7 @@ impl Net {
         let x = self.words.forward(ids);
         let block = |x, block: &Block| block.forward(x, &self.rotary, sight);
         let x = self.blocks.iter().fold(x, block);
-        self.norm.forward(x).flatten(0, 1)
+        self.head.gather_sequence(self.norm.forward(x)).flatten(0, 1)
     }
 
     pub(crate) fn forward(&self, ids: Tensor<2, Int>) -> Tensor<2> {

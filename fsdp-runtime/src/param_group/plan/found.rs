@@ -5,7 +5,7 @@ use burn::tensor::{DType, Device};
 
 use super::super::tables::FoundTable;
 use super::super::unit::ParamSpec;
-use crate::layout::TensorSplit;
+use crate::layout::{Mesh, TensorSplit};
 use crate::module::{Split, UnitType};
 
 /// Dtypes that a sharded parameter may be initialised in. Shards are f32 in every case.
@@ -62,6 +62,22 @@ pub(super) struct FoundParam {
 }
 
 impl FoundParam {
+    /// Returns whether tensor parallel ranks use the whole parameter with parts of other values. Under sequence
+    /// parallel all values outside of split layers are parts. Split layers themselves add up the gradients of their
+    /// adapters' whole factors.
+    pub(super) fn is_shared(&self, mesh: Mesh) -> bool {
+        match self.layer_split {
+            Some(Split::Shared) => true,
+            Some(_) => mesh.splits_sequence() && self.split.is_none() && !self.is_factor(),
+            None => mesh.splits_sequence(),
+        }
+    }
+
+    /// Returns whether the parameter is a factor of a LoRA adapter.
+    fn is_factor(&self) -> bool {
+        [".lora.a", ".lora.b"].iter().any(|end| self.path.ends_with(end))
+    }
+
     /// Returns the number of elements of the full parameter.
     pub(super) fn numel(&self) -> usize {
         self.shape.iter().product()

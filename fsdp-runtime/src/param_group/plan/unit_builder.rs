@@ -10,7 +10,7 @@ use super::found::{FoundGroup, FoundParam, FoundUnit};
 use crate::backend::DeviceKind;
 use crate::error::ShardError;
 use crate::layout::{MatrixForm, Mesh, StorageType, UnitLayout, WorldSize};
-use crate::module::{ParamIndex, Split};
+use crate::module::ParamIndex;
 use crate::options::{FsdpOptions, MixedPrecisionPolicy, OffloadPolicy};
 
 /// Makes the [`Unit`] of one unit that the traversal found.
@@ -157,8 +157,7 @@ impl<'a> UnitBuilder<'a> {
             ParamSpec {
                 path,
                 split: param.split,
-                is_shared: param.layer_split == Some(Split::Shared)
-                    && mesh.tensor_size() != WorldSize::ONE,
+                is_shared: mesh.tensor_size() != WorldSize::ONE && param.is_shared(mesh),
                 shape,
                 dtype,
                 reduce_dtype,

@@ -15,4 +15,4 @@ pub(super) use self::hooks::{BackwardHooks, Depth, OpState, zero};
 pub(super) use self::pre_backward::pre_backward;
 pub(super) use self::recompute::{output, recompute, seed, tracked_on_device};
 pub(super) use self::record::MAX_ORDERING_INPUTS;
-pub(super) use self::tensor_parallel::{Exchange, TensorRanks, exchange};
+pub(super) use self::tensor_parallel::{Axis, TensorRanks, exchange};

@@ -1,22 +1,21 @@
 //! Attention among context parallel ranks: keys and values of whole rows, and the sums of their gradients.
 
-use std::iter;
-use std::ops::Range;
 use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DispatchTensor, Shape, Slice};
+use burn::tensor::DispatchTensor;
 use fsdp_kernels::AttentionRule;
 
 use super::core::Schedule;
 use super::counters::count;
+use super::sum_of_part::{flattened, narrowed};
 use crate::backend::ops::{ContextRanks, attention_among};
-use crate::backend::{Float, ModelBackend, Raw, RawFloat, ShardBackend, cast};
+use crate::backend::{Float, ModelBackend, Raw, RawFloat, ShardBackend};
 use crate::collectives::group::AnyProcessGroup;
-use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
+use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError, ShardError};
-use crate::layout::{ALIGNMENT, ContextPart, MatrixForm, StorageType, UnitLayout, WorldSize};
+use crate::layout::{ContextPart, WorldSize};
 
 /// Dimension of the length in queries, keys and values.
 const LENGTH: usize = 2;
@@ -77,7 +76,7 @@ impl<B: ModelBackend> ContextRanks<B> for Schedule<B> {
             let range = start..start + shape.num_elements();
             start = range.end;
             let part = |flat: &RawFloat<B>| {
-                let part = Raw::<B>::float_slice(flat.clone(), &[Slice::from(range.clone())]);
+                let part = narrowed::<Raw<B>>(flat, 0, range.clone());
                 Raw::<B>::float_reshape(part, shape.clone())
             };
             whole.push(B::raise(in_order::<Raw<B>>(&all.iter().map(part).collect::<Vec<_>>())));
@@ -88,18 +87,13 @@ impl<B: ModelBackend> ContextRanks<B> for Schedule<B> {
     fn sum_parts(&self, whole: [Float<B>; 2]) -> Result<[Float<B>; 2], Error> {
         count(&self.counters.context_exchanges);
         let (own, ranks) = (self.settings.mesh.context_rank().index(), self.context_size());
-        let dtype = whole[0].dtype();
         let lengths = whole.each_ref().map(|tensor| tensor.shape()[LENGTH]);
         let shapes = whole.each_ref().map(|tensor| {
             let mut shape = tensor.shape();
             shape[LENGTH] /= ranks.size();
             shape
         });
-        let numel: usize = shapes.iter().map(Shape::num_elements).sum();
-        // Each rank's part is one matrix of a flat range, and begins where the rank's shard does.
-        let padded = numel.next_multiple_of(ALIGNMENT);
         let whole = self.lower_values(whole.into());
-        let zeros = |len: usize| Raw::<B>::float_zeros([len].into(), &self.device, dtype.into());
         let mut parts = Vec::new();
         for rank in 0..ranks.size() {
             let mut of_rank = Vec::new();
@@ -107,62 +101,30 @@ impl<B: ModelBackend> ContextRanks<B> for Schedule<B> {
                 let part = self.context_part(length, rank)?;
                 of_rank.push(flattened::<Raw<B>>(of_part::<Raw<B>>(tensor, part)));
             }
-            of_rank.extend((padded > numel).then(|| zeros(padded - numel)));
-            parts.push(Some(Raw::<B>::float_cat(of_rank, 0)));
+            parts.push(Raw::<B>::float_cat(of_rank, 0));
         }
-        let keep = move |rank| {
-            let len = if rank == own { numel } else { 0 };
-            Reduce { range: 0..len, shape: vec![len], segment: Some(rank), dtype }
-        };
-        let op = Op::new("reduce_scatter", "gradients of keys and values").of(numel);
-        let device = self.device.clone();
-        let sums = self.issue(self.context_group(), move |group| {
-            let form = MatrixForm { dtype, storage: StorageType::F32, codes: None, record: 1 };
-            let layout = UnitLayout::stored_as(iter::repeat_n((form, padded), ranks.size()), ranks);
-            let keep: Vec<_> = (0..ranks.size()).map(keep).collect();
-            let request =
-                ReduceScatter { gradients: parts, keep: &keep, layout: &layout, divisor: 1 };
-            ProcessGroup::<Raw<B>>::reduce_scatter(group, &op, &device, request)
-        });
-        let sum = sums.wait()?.swap_remove(own).expect("each rank gives a tensor");
-        let sum = cast::<Raw<B>>(sum, dtype);
+        let what = "gradients of keys and values";
+        let sum = self.sum_of_part(self.context_group(), (own, ranks), what, parts)?;
         let mut start = 0;
         Ok(shapes.map(|shape| {
             let range = start..start + shape.num_elements();
             start = range.end;
-            let flat = Raw::<B>::float_slice(sum.clone(), &[Slice::from(range)]);
+            let flat = narrowed::<Raw<B>>(&sum, 0, range);
             B::raise(Raw::<B>::float_reshape(flat, shape))
         }))
     }
 }
 
-/// Returns a tensor with one dimension.
-fn flattened<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
-    let numel = tensor.shape().num_elements();
-    B::float_reshape(tensor, Shape::from([numel]))
-}
-
-/// Returns some positions of each row.
-fn narrowed<B: ShardBackend>(tensor: &Float<B>, positions: Range<usize>) -> Float<B> {
-    let dims = tensor.shape();
-    let range = |(dim, &size): (usize, &usize)| match dim == LENGTH {
-        true => positions.clone(),
-        false => 0..size,
-    };
-    let slices: Vec<_> = dims.iter().enumerate().map(range).map(Slice::from).collect();
-    B::float_slice(tensor.clone(), &slices)
-}
-
 /// Returns whole rows, given the parts of all ranks, each of two blocks.
 fn in_order<B: ShardBackend>(parts: &[Float<B>]) -> Float<B> {
     let block = parts[0].shape()[LENGTH] / 2;
-    let early = parts.iter().map(|part| narrowed::<B>(part, 0..block));
-    let late = parts.iter().rev().map(|part| narrowed::<B>(part, block..2 * block));
+    let early = parts.iter().map(|part| narrowed::<B>(part, LENGTH, 0..block));
+    let late = parts.iter().rev().map(|part| narrowed::<B>(part, LENGTH, block..2 * block));
     B::float_cat(early.chain(late).collect(), LENGTH)
 }
 
 /// Returns a part of whole rows.
 fn of_part<B: ShardBackend>(whole: &Float<B>, part: ContextPart) -> Float<B> {
-    let blocks = part.blocks().map(|block| narrowed::<B>(whole, block));
+    let blocks = part.blocks().map(|block| narrowed::<B>(whole, LENGTH, block));
     B::float_cat(blocks.into(), LENGTH)
 }

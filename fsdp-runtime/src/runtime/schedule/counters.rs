@@ -56,6 +56,10 @@ pub(super) struct Counters {
     pub(super) added_gather_buffers: AtomicUsize,
     /// Inputs of split layers that could have been compared.
     pub(super) input_checks: AtomicUsize,
+    /// Positions of a row that the last `column` layer has gathered under sequence parallel.
+    pub(super) sequence_length: AtomicUsize,
+    /// Losses that could have been compared.
+    pub(super) loss_checks: AtomicUsize,
     /// Backward passes after which whole gradients could have been compared.
     pub(super) whole_gradient_checks: AtomicUsize,
     unsharded_bytes: AtomicUsize,

@@ -1,10 +1,15 @@
 //! The losses of a step, as [`Fsdp`](crate::Fsdp) passes them to backward: means, or sums with weights.
 
+use std::sync::atomic::Ordering;
+
 use super::core::Schedule;
 use super::step_loss::{StepLoss, SumStep};
 use crate::backend::ModelBackend;
 use crate::collectives::Op;
 use crate::error::{Error, ScheduleError};
+
+/// Losses that tensor parallel ranks compare at the begin of a run.
+const CHECKED_LOSSES: usize = 3;
 
 /// A loss that has been added to the present step.
 #[derive(Debug)]
@@ -18,6 +23,8 @@ pub(crate) struct AddedLoss {
 
 /// The losses of the present step.
 pub(crate) trait ScheduleLosses {
+    /// Checks, in the first passes, that tensor parallel ranks have the same loss.
+    fn check_loss(&self, loss: &dyn Fn() -> f64) -> Result<(), Error>;
     /// Adds the loss of a micro-batch to the step: a sum with a weight, or a mean without one.
     /// `accumulate` says that another one of the same step follows. Every rank calls it.
     fn add_loss(&self, weight: Option<f64>, accumulate: bool) -> Result<AddedLoss, Error>;
@@ -38,6 +45,20 @@ impl<B: ModelBackend> Schedule<B> {
 }
 
 impl<B: ModelBackend> ScheduleLosses for Schedule<B> {
+    fn check_loss(&self, loss: &dyn Fn() -> f64) -> Result<(), Error> {
+        let Some(group) = &self.settings.groups.tensor else { return Ok(()) };
+        if self.counters.loss_checks.fetch_add(1, Ordering::Relaxed) >= CHECKED_LOSSES {
+            return Ok(());
+        }
+        let (op, own) = (Op::new("all_gather", "losses of tensor parallel ranks"), loss());
+        let all = self.comm.issue_on(group, move |group| group.exchange(&op, own)).wait()?;
+        let differs = |other: &&f64| (**other - own).abs() > 1e-4 * own.abs().max(1e-3);
+        match all.iter().map(|other| &**other).find(differs) {
+            Some(&other) => Err(ScheduleError::DifferentLosses { own, other }.into()),
+            None => Ok(()),
+        }
+    }
+
     fn add_loss(&self, weight: Option<f64>, accumulate: bool) -> Result<AddedLoss, Error> {
         let before = self.lock().gradients.loss;
         let earlier = match (before, weight) {

@@ -24,7 +24,7 @@
 //! `unit_state`, `unit_call`, `reduction`, `buffers`, `peer_shards`, `step_loss`, `state`, `core`,
 //! `saved`, `reshard`, `unshard`, `exchange_shards`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
 //! `group`, `prefetch`, `reduce_codes`, `reduce`, `cast_replicated`, `backward`,
-//! `recompute_first_run`, `recompute_backward`, `materialize`, `tensor_parallel`, `context_parallel`, `forward`. The interfaces
+//! `recompute_first_run`, `recompute_backward`, `materialize`, `sum_of_part`, `tensor_parallel`, `context_parallel`, `forward`. The interfaces
 //! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `losses`, `collectives`, `erased`.
 
 mod access;
@@ -62,6 +62,7 @@ mod settings;
 mod single_gather;
 mod state;
 mod step_loss;
+mod sum_of_part;
 mod tensor_parallel;
 mod unit_call;
 mod unit_state;

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use burn::tensor::{DType, DispatchTensor};
 use fsdp_kernels::AttentionRule;
 
-use super::super::autodiff::Exchange;
 use super::core::Schedule;
 use super::unit_state::LocalShard;
 use crate::backend::{ModelBackend, StoredTensor};
 use crate::error::Error;
-use crate::layout::{Mesh, TensorSplit, WorldSize};
-use crate::module::{CallId, ParamIndex, Runtime, SavedForward};
+use crate::layout::{Mesh, TensorSplit};
+use crate::module::{CallId, Exchange, ParamIndex, Runtime, SavedForward};
 
 impl<B: ModelBackend> Runtime for Schedule<B> {
     fn in_forward(&self) -> bool {
@@ -133,21 +132,20 @@ impl<B: ModelBackend> Runtime for Schedule<B> {
         self.check_inputs(digest)
     }
 
-    fn share_with_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
-        self.exchange_tensor(Exchange::Shared, tensor)
+    fn exchange(
+        &self,
+        exchange: Exchange,
+        tensor: DispatchTensor,
+    ) -> Result<DispatchTensor, Error> {
+        self.exchange_tensor(exchange, tensor)
     }
 
-    fn sum_over_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
-        self.exchange_tensor(Exchange::Summed, tensor)
+    fn ranks(&self) -> Mesh {
+        self.settings.mesh
     }
 
-    fn gather_from_tensor_ranks(&self, tensor: DispatchTensor) -> Result<DispatchTensor, Error> {
-        self.exchange_tensor(Exchange::Gathered, tensor)
-    }
-
-    fn context_mesh(&self) -> Option<Mesh> {
-        let mesh = self.settings.mesh;
-        (mesh.context_size() != WorldSize::ONE).then_some(mesh)
+    fn check_positions(&self, positions: usize) -> Result<(), Error> {
+        self.check_positions_of_attention(positions)
     }
 
     fn attend_in_context(

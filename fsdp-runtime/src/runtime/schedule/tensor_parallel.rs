@@ -7,14 +7,16 @@ use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DispatchTensor, Shape};
 
-use super::super::autodiff::{Exchange, TensorRanks, exchange};
+use super::super::autodiff::{Axis, TensorRanks, exchange};
 use super::core::Schedule;
 use super::counters::count;
+use super::sum_of_part::{flattened, narrowed};
 use crate::backend::{Float, FloatTensor, ModelBackend, Raw, RawFloat, ShardBackend, cast};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
-use crate::error::{Error, ScheduleError};
-use crate::layout::{TensorSplit, UnitLayout, WorldSize};
+use crate::error::{Error, ScheduleError, ShardError};
+use crate::layout::{MeshError, TensorSplit, UnitLayout, WorldSize};
+use crate::module::Exchange;
 
 /// Inputs of split layers that tensor parallel ranks compare at the begin of a run.
 const CHECKED_INPUTS: usize = 64;
@@ -27,6 +29,7 @@ impl<B: ModelBackend> Schedule<B> {
         tensor: DispatchTensor,
     ) -> Result<DispatchTensor, Error> {
         let Some(value) = B::from_dispatch(tensor.clone()) else { return Ok(tensor) };
+        self.check_sequence(way, &value)?;
         if way == Exchange::Shared {
             self.check_inputs(&mut || {
                 let Some(value) = B::from_dispatch(tensor.clone()) else { return 0.0 };
@@ -55,6 +58,42 @@ impl<B: ModelBackend> Schedule<B> {
         let is_close = |other: &Arc<f64>| (**other - own).abs() <= 1e-4 * own.abs();
         match own.is_finite() && !all.iter().all(is_close) {
             true => Err(ScheduleError::DifferentInputs.into()),
+            false => Ok(()),
+        }
+    }
+
+    /// Checks that the tensor parallel ranks can have equal parts of the sequence, and notes its length for
+    /// attention.
+    fn check_sequence(&self, way: Exchange, value: &FloatTensor<B>) -> Result<(), Error> {
+        let tensor = self.settings.mesh.tensor_size();
+        let shape = match value {
+            FloatTensor::Plain(value) => value.shape(),
+            FloatTensor::Autodiff(value, _) => value.shape(),
+        };
+        let joins = matches!(way, Exchange::SequenceShared | Exchange::SequenceGathered);
+        let cuts = matches!(way, Exchange::SequenceSummed | Exchange::SequencePart);
+        if !joins && !cuts {
+            return Ok(());
+        }
+        let &[.., _, length, _] = &shape[..] else {
+            return Err(ScheduleError::NoSequence { shape: shape.to_vec() }.into());
+        };
+        let length = if joins { length * tensor.size() } else { length };
+        if !length.is_multiple_of(tensor.size()) {
+            return Err(ShardError::from(MeshError::UnevenSequence { length, tensor }).into());
+        }
+        if way == Exchange::SequenceShared {
+            self.counters.sequence_length.store(length, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Checks that attention is called with the positions that the last `column` layer returned, and not with
+    /// this rank's part of them.
+    pub(super) fn check_positions_of_attention(&self, positions: usize) -> Result<(), Error> {
+        let length = self.counters.sequence_length.load(Ordering::Relaxed);
+        match self.settings.mesh.splits_sequence() && length != positions {
+            true => Err(ScheduleError::PartOfSequence { length, positions }.into()),
             false => Ok(()),
         }
     }
@@ -104,17 +143,30 @@ impl<B: ModelBackend> TensorRanks<B> for Schedule<B> {
         Ok(B::raise(cast::<Raw<B>>(sum, dtype)))
     }
 
-    fn join(&self, tensor: Float<B>) -> Result<Float<B>, Error> {
+    fn sum_part(&self, tensor: Float<B>, axis: Axis) -> Result<Float<B>, Error> {
         count(&self.counters.tensor_exchanges);
-        let dim = tensor.shape().num_dims() - 1;
+        let (mut shape, mesh) = (tensor.shape(), self.settings.mesh);
+        let (own, ranks) = (mesh.tensor_rank().index(), mesh.tensor_size());
+        let dim = axis.dim(shape.num_dims());
+        shape[dim] /= ranks.size();
+        let (whole, len) = (self.lowered(tensor), shape[dim]);
+        let part = |rank: usize| narrowed::<Raw<B>>(&whole, dim, rank * len..(rank + 1) * len);
+        let parts = (0..ranks.size()).map(part).map(flattened::<Raw<B>>).collect();
+        let what = "a tensor parallel layer";
+        let sum = self.sum_of_part(self.tensor_group(), (own, ranks), what, parts)?;
+        Ok(B::raise(Raw::<B>::float_reshape(sum, shape)))
+    }
+
+    fn join(&self, tensor: Float<B>, axis: Axis) -> Result<Float<B>, Error> {
+        count(&self.counters.tensor_exchanges);
+        let dim = axis.dim(tensor.shape().num_dims());
         Ok(B::raise(self.join_split(self.lowered(tensor), dim)?))
     }
 
-    /// Returns this rank's part of a tensor along the last dimension.
-    fn part(&self, tensor: Float<B>) -> Float<B> {
+    fn part(&self, tensor: Float<B>, axis: Axis) -> Float<B> {
         let (shape, mesh) = (tensor.shape(), self.settings.mesh);
         let (part, parts) = (mesh.tensor_rank().index(), mesh.tensor_size().size());
-        let split = TensorSplit { dim: shape.num_dims() - 1, part, parts, gathers: false };
+        let split = TensorSplit { dim: axis.dim(shape.num_dims()), part, parts, gathers: false };
         B::float_slice(tensor, &split.slices(&split.local_shape(&shape)))
     }
 }
