@@ -32,6 +32,7 @@ chapters!(
     from_accelerate: "from_accelerate.md",
     strategies: "strategies.md",
     tensor_parallel: "tensor_parallel.md",
+    context_parallel: "context_parallel.md",
     options: "options.md",
     mixed_precision: "mixed_precision.md",
     storage: "storage.md",

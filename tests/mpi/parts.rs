@@ -1,4 +1,4 @@
-//! Tensor parallel ranks that are processes.
+//! Ranks that are processes and split matrices and rows.
 
 use std::time::Instant;
 
@@ -9,12 +9,16 @@ use fsdp_runtime::prelude::*;
 
 use super::{Ended, TIMEOUT, fingerprint, mpirun};
 
-/// A table, and a block whose matrices are split over tensor parallel ranks.
+/// A table, and a block whose matrices and rows are split over ranks.
 #[derive(Module, Debug)]
 #[fsdp_unit(root)]
 struct Parts {
     #[fsdp(vocab)]
     words: nn::Embedding,
+    #[fsdp(column)]
+    query: nn::Linear,
+    #[fsdp(row)]
+    mixed: nn::Linear,
     #[fsdp(column)]
     up: nn::Linear,
     #[fsdp(row)]
@@ -29,6 +33,8 @@ impl Parts {
         let linear = |from, to| nn::LinearConfig::new(from, to).init(device);
         Self {
             words: nn::EmbeddingConfig::new(24, 8).init(device),
+            query: linear(8, 16),
+            mixed: linear(16, 8),
             up: linear(8, 12),
             down: linear(12, 8),
             head: nn::LmHeadConfig::new(8, 24).init(device),
@@ -37,20 +43,36 @@ impl Parts {
 
     fn forward_loss(&self, ids: Tensor<2, Int>) -> Tensor<1> {
         let x = self.words.forward(ids.clone());
+        let query = self.query.forward(x.clone());
+        let [rows, length, width] = query.dims();
+        let heads = query.reshape([rows, length, width / 4, 4]).swap_dims(1, 2);
+        let causal = nn::AttentionOptions::new().with_causal(true);
+        let mixed = nn::attention(heads.clone(), heads.clone(), heads, causal);
+        let mixed = mixed.swap_dims(1, 2).reshape([rows, length, width]);
+        let x = x + self.mixed.forward(mixed);
         let x = self.down.forward(self.up.forward_activated(x, nn::LinearActivation::Gelu));
         let options = nn::LinearCrossEntropyOptions::new();
-        self.head.cross_entropy(x.flatten(0, 1), ids.flatten(0, 1), options)
+        let hidden = self.head.gather_sequence(x).flatten(0, 1);
+        self.head.cross_entropy(hidden, ids.flatten(0, 1), options)
     }
 }
 
-/// Trains a model of split matrices on 2 x 2 ranks. Returns the bits of losses, norms and parameters.
+/// Trains a model of split matrices on 2 x 2 ranks, which then also split rows. Returns the bits of losses, norms
+/// and parameters.
 pub fn train(worker: &Worker) -> Result<String, Error> {
-    let device = worker.device();
     let options = FsdpOptions::new().with_seed(2).with_tensor_parallel(2);
+    let rows = options.clone().with_context_parallel(2).with_sequence_parallel(true);
+    Ok(format!("{} {}", train_with(worker, options)?, train_with(worker, rows)?))
+}
+
+fn train_with(worker: &Worker, options: FsdpOptions) -> Result<String, Error> {
+    let device = worker.device();
     let mut model = fully_shard(Parts::new(device), worker, options)?;
     let mut optimizer = fsdp_runtime::optim::AdamWConfig::new().init();
-    let own = model.stats().mesh().rank.index() as i32;
-    let ids = Tensor::from_ints([[own, 5, 11, 23], [12 + own, 3, 7, 1]], device);
+    let mesh = model.stats().mesh();
+    let own = mesh.batch_rank().index() as i32;
+    let ids = Tensor::<2, Int>::from_ints([[own, 5, 11, 23], [12 + own, 3, 7, 1]], device);
+    let ids = mesh.context_part(4).expect("blocks of one word").of(ids, 1);
     let mut bits = Vec::new();
     for _ in 0..5 {
         let loss = model.forward_loss(ids.clone());
