@@ -201,6 +201,7 @@ impl Cli {
             timeout: self.timeout,
             output: self.output,
             classes: &[],
+            cuts_rows: false,
         }
     }
 

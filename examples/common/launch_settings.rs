@@ -31,6 +31,8 @@ pub struct LaunchInputs<'a> {
     pub output: OutputArgs,
     /// Classes of transformers that the file may name, each with the unit in its place.
     pub classes: &'a [(&'a str, &'a str)],
+    /// Whether the program passes each rank's part of a row to the model.
+    pub cuts_rows: bool,
 }
 
 /// Settings of the launch and of sharding.
@@ -98,7 +100,11 @@ impl LaunchSettings {
         };
         let strategy = config.map(|config| config.fsdp.sharding_strategy);
         let fp16 = config.is_some_and(|config| config.mixed_precision == MixedPrecision::Fp16);
-        let options = config.map(Config::options::<M>).transpose()?;
+        let options = config.map(match inputs.cuts_rows {
+            true => Config::options_for_parts::<M>,
+            false => Config::options::<M>,
+        });
+        let options = options.transpose()?;
         Ok(Self {
             device,
             launch: launch_options(inputs, config, started, device)?,

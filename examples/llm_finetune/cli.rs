@@ -329,6 +329,7 @@ impl Cli {
             timeout: self.timeout,
             output: self.output,
             classes: &DECODER_LAYERS.map(|class| (class, "DecoderLayer")),
+            cuts_rows: true,
         })
     }
 

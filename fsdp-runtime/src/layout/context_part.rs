@@ -5,8 +5,6 @@ use std::ops::Range;
 use burn::tensor::kind::Basic;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use super::mesh::WorldSize;
-
 /// The positions of each row that a [context parallel](crate::FsdpOptions::with_context_parallel) rank has.
 ///
 /// A row of `length` positions is cut into `2 · ranks` blocks of equal length. Rank `r` has block `r` and block
@@ -37,13 +35,13 @@ use super::mesh::WorldSize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ContextPart {
     length: usize,
-    ranks: WorldSize,
+    ranks: usize,
     rank: usize,
 }
 
 impl ContextPart {
     /// Returns a rank's part of rows of `length` positions, which `2 · ranks` divides unless there is one rank.
-    pub(super) const fn new(length: usize, ranks: WorldSize, rank: usize) -> Self {
+    pub(super) const fn new(length: usize, ranks: usize, rank: usize) -> Self {
         Self { length, ranks, rank }
     }
 
@@ -59,7 +57,7 @@ impl ContextPart {
 
     /// Returns the number of positions of the part.
     pub const fn len(&self) -> usize {
-        self.length / self.ranks.size()
+        self.length / self.ranks
     }
 
     /// Returns whether rows have no positions.
@@ -70,7 +68,7 @@ impl ContextPart {
     /// Returns the positions of the part, as two blocks in ascending order. The second block of a single rank is
     /// empty.
     pub fn blocks(&self) -> [Range<usize>; 2] {
-        let ranks = self.ranks.size();
+        let ranks = self.ranks;
         if ranks == 1 {
             return [0..self.length, self.length..self.length];
         }
@@ -115,14 +113,13 @@ mod tests {
     #[test]
     fn the_parts_of_all_ranks_are_the_row() {
         for (ranks, length) in [(1, 7), (2, 8), (3, 18), (4, 8)] {
-            let ranks = WorldSize::new(ranks).unwrap();
             let part = ContextPart::new(length, ranks, 0);
             let mut all: Vec<_> =
-                (0..ranks.size()).flat_map(|rank| part.of_rank(rank).indices()).collect();
+                (0..ranks).flat_map(|rank| part.of_rank(rank).indices()).collect();
             assert_eq!(all.len(), length);
             all.sort_unstable();
             assert!(all.into_iter().eq(0..length));
-            for rank in 0..ranks.size() {
+            for rank in 0..ranks {
                 let own: Vec<_> = part.of_rank(rank).indices().collect();
                 assert!(own.is_sorted() && own.len() == part.len());
             }
@@ -132,7 +129,7 @@ mod tests {
     /// Positions see the keys up to their own.
     #[test]
     fn causal_work_is_equal() {
-        let part = ContextPart::new(48, WorldSize::new(4).unwrap(), 0);
+        let part = ContextPart::new(48, 4, 0);
         let work = |rank| part.of_rank(rank).indices().map(|at| at + 1).sum::<usize>();
         assert!((1..4).all(|rank| work(rank) == work(0)));
     }

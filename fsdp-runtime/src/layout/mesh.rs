@@ -205,9 +205,14 @@ impl Mesh {
 
     /// Returns the 1-D mesh of all ranks, tensor parallel ones included.
     pub(crate) const fn of_all_ranks(self) -> Self {
-        let Self { rank, world, tensor, tensor_rank, .. } = self;
+        let Self { rank, tensor, tensor_rank, .. } = self;
         let rank = Rank(rank.0 * tensor.0 + tensor_rank.0);
-        Self::new(rank, WorldSize(world.0 * tensor.0))
+        Self::new(rank, self.all_ranks())
+    }
+
+    /// Returns the number of all ranks, tensor parallel ones included.
+    pub const fn all_ranks(self) -> WorldSize {
+        WorldSize(self.world.0 * self.tensor.0)
     }
 
     /// Returns the number of tensor parallel ranks, each of which has a part of the split matrices.
@@ -278,7 +283,7 @@ impl Mesh {
         if context != WorldSize::ONE && !length.is_multiple_of(2 * context.0) {
             return Err(MeshError::UnevenRows { length, context });
         }
-        Ok(ContextPart::new(length, context, self.context_rank().0))
+        Ok(ContextPart::new(length, context.0, self.context_rank().0))
     }
 
     /// Returns this mesh with shard groups of `shard_size` ranks.

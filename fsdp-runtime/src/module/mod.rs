@@ -2,7 +2,7 @@
 //! the visitors and mappers over its parameters, and the values that a unit's forward takes and
 //! returns.
 //!
-//! Order of the files, from the bottom up: `node`, `random`, `adapter`, `param`, `contract`, `path`,
+//! Order of the files, from the bottom up: `node`, `random`, `adapter`, `exchange`, `runtime`, `running`, `param`, `contract`, `path`,
 //! `containers`, `opaque`, `burn_nn`, `unit_type`, `unit_value`, `const_check`, `lora`.
 
 mod adapter;
@@ -18,6 +18,7 @@ mod param;
 mod path;
 mod random;
 mod running;
+mod runtime;
 mod unit_type;
 mod unit_value;
 
@@ -28,13 +29,11 @@ pub use self::contract::{
 pub(crate) use self::exchange::Exchange;
 pub use self::node::{Child, Forward, Kind, LEAF, Node, Split, Tie};
 pub use self::param::Sharded;
-pub(crate) use self::param::{
-    AdaptedWeight, AdapterFactors, CallId, ForwardFn, ParamIndex, Runtime, SavedForward,
-    with_autodiff_of,
-};
+pub(crate) use self::param::{AdaptedWeight, AdapterFactors, with_autodiff_of};
 pub(crate) use self::path::{ModulePath, param_ids};
 pub use self::random::RandomSource;
 pub(crate) use self::random::{Draw, Playback, RandomStream, Recording, Source, capture_draws};
 pub(crate) use self::running::RunningForward;
+pub(crate) use self::runtime::{CallId, ForwardFn, ParamIndex, Runtime, SavedForward};
 pub use self::unit_type::UnitType;
 pub use self::unit_value::UnitValue;

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::param::Runtime;
+use super::runtime::Runtime;
 use crate::error::{ShardError, raise};
 use crate::layout::{ContextPart, WorldSize};
 

@@ -11,6 +11,7 @@ mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod lm_head;
+mod positions;
 mod recompute;
 mod rms_norm;
 mod rotary;
@@ -27,6 +28,7 @@ pub use self::linear_cross_entropy::{
     LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy, linear_cross_entropy_bytes,
 };
 pub use self::lm_head::{LmHead, LmHeadConfig};
+pub use self::positions::positions;
 pub use self::recompute::recompute;
 pub use self::rms_norm::{RmsNorm, RmsNormConfig};
 pub use self::rotary::{

@@ -3,8 +3,9 @@
 use serde::Serialize;
 
 use super::cluster::Cluster;
+use super::work::{Recomputation, UnitWork};
 use crate::layout::Mesh;
-use crate::plan::rehearsal::{Action, Peers};
+use crate::plan::rehearsal::{Action, Part, Peers};
 
 /// Operation of a [`Collective`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -81,11 +82,20 @@ impl Spread {
     /// Returns how the ranks of a collective lie in machines of `per_machine` devices.
     pub(super) fn new(peers: Peers, mesh: Mesh, per_machine: usize) -> Self {
         let shard = mesh.shard_size().size();
-        let of_neighbours = |ranks: usize| {
+        let of_neighbours = |ranks: usize, per_machine: usize| {
             let inside = ranks.min(per_machine);
             Self { inside, machines: ranks.div_ceil(inside) }
         };
+        let tensor = mesh.tensor_size().size();
+        if peers == Peers::Tensor {
+            return of_neighbours(tensor, per_machine);
+        }
+        // Each data parallel rank is as many devices as there are tensor parallel ranks.
+        let per_machine = (per_machine / tensor).max(1);
+        let of_neighbours = |ranks| of_neighbours(ranks, per_machine);
         match peers {
+            Peers::Tensor => of_neighbours(1),
+            Peers::Context => of_neighbours(mesh.context_size().size()),
             Peers::Shard => of_neighbours(shard),
             Peers::Block(size) => of_neighbours(size),
             Peers::Replicas => {
@@ -138,6 +148,37 @@ impl Spread {
             + operation.passes() * steps * cluster.between.latency;
         moving + latency
     }
+}
+
+/// Returns the exchanges of activations in a part of a unit's computation: the operation, the ranks, and the bytes
+/// of the full tensor.
+pub(super) fn exchanges(
+    work: &UnitWork,
+    part: Part,
+    mesh: Mesh,
+    recomputation: Recomputation,
+) -> Vec<(Operation, Peers, usize)> {
+    use Operation::{AllGather, AllReduce, ReduceScatter};
+    let mut found = Vec::new();
+    for _ in 0..work.tensor_exchanges {
+        match mesh.splits_sequence() {
+            true => found.extend(
+                [AllGather, ReduceScatter].map(|it| (it, Peers::Tensor, work.tensor_bytes)),
+            ),
+            false => found.push((AllReduce, Peers::Tensor, work.tensor_bytes)),
+        }
+        // torchtitan gathers the inputs of split layers again.
+        if part == Part::Backward && recomputation == Recomputation::Selective {
+            found.push((AllGather, Peers::Tensor, work.tensor_bytes));
+        }
+    }
+    if work.context_bytes > 0 {
+        found.push((AllGather, Peers::Context, work.context_bytes));
+        if part == Part::Backward {
+            found.push((ReduceScatter, Peers::Context, work.context_bytes));
+        }
+    }
+    found
 }
 
 /// A collective of an action.

@@ -135,7 +135,7 @@ fn units(params: &BTreeMap<String, Vec<usize>>, config: &Value) -> Vec<UnitShape
     // Layers in the order of their lists' names and their numbers.
     let mut layers: BTreeMap<(String, usize), (String, Vec<ParamShape>)> = BTreeMap::new();
     for (name, shape) in params {
-        let param = ParamShape::new(name.clone(), shape.clone());
+        let param = ParamShape::new(name.clone(), shape.clone()).split_by_name();
         match layer_of(name) {
             Some((end, number)) => {
                 let path = &name[..end];
@@ -149,7 +149,9 @@ fn units(params: &BTreeMap<String, Vec<usize>>, config: &Value) -> Vec<UnitShape
     mark_lookups(&mut root, config);
     let sizes = sizes(config, params);
     let mut units = vec![UnitShape::new("", 0, root)];
-    units[0].saved_elements = sizes.map_or(0, |sizes| 2 * sizes.hidden);
+    if let Some(sizes) = sizes {
+        sizes.set_root(&mut units[0]);
+    }
     for (path, params) in layers.into_values() {
         let mut unit = UnitShape::new(path, 1, params);
         if let Some(sizes) = sizes {

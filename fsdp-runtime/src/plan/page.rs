@@ -47,7 +47,7 @@ pub fn html(title: &str, plans: &[Shown<'_>]) -> String {
     );
     page.push_str(&table(plans));
     if let Some(first) = plans.first() {
-        let ranks = first.plan.mesh().world;
+        let ranks = first.plan.mesh().all_ranks();
         let _ = write!(page, "<h2>Schedule of a step on {ranks} ranks</h2>\n{}", gantt(first));
         let _ = write!(page, "<h2>Memory of a rank over time</h2>\n{}", memory(first));
     }
@@ -74,7 +74,7 @@ fn table(plans: &[Shown<'_>]) -> String {
             table,
             "<tr><td>{}</td><td>{:.1}</td><td>{:.0}</td><td>{:.1} %</td><td>{:.1} %</td>\
              <td>{:.1}</td><td>{:.1}</td></tr>",
-            plan.mesh().world,
+            plan.mesh().all_ranks(),
             estimate.step * 1e3,
             estimate.tokens_per_second,
             estimate.utilization * 100.0,
@@ -208,7 +208,7 @@ fn memory(shown: &Shown<'_>) -> String {
 /// Draws tokens per second of all ranks over the number of ranks, on logarithmic axes, beside the
 /// line of no loss.
 fn scaling(plans: &[Shown<'_>]) -> String {
-    let ranks = |shown: &Shown<'_>| shown.plan.mesh().world.size() as f64;
+    let ranks = |shown: &Shown<'_>| shown.plan.mesh().all_ranks().size() as f64;
     let points = plans.iter().map(|it| (ranks(it), ranks(it) * it.estimate.tokens_per_second));
     let points: Vec<(f64, f64)> = points.collect();
     let (first, rate) = points[0];

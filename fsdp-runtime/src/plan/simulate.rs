@@ -5,7 +5,7 @@
 //! order, each after the computation that was issued before it.
 
 use super::cluster::Cluster;
-use super::collective::{Spread, issued};
+use super::collective::{Spread, exchanges, issued};
 use super::estimate::{Estimate, Moment, Row, Span, SpanKind};
 use super::step::StepPlan;
 use super::work::{Batch, UnitWork};
@@ -85,7 +85,7 @@ impl<'a> Simulation<'a> {
         let device = &cluster.accelerator;
         let is_half = plan.units.iter().any(|unit| unit.layout.dtype().is_some_and(is_half));
         let peak = if is_half { device.half_flops } else { device.single_flops };
-        let ranks = plan.mesh.world.size().min(cluster.per_machine);
+        let ranks = plan.mesh.all_ranks().size().min(cluster.per_machine);
         let sharing = if cluster.shares_device { ranks as f64 } else { 1.0 };
         Self {
             work: plan.work(batch),
@@ -188,6 +188,15 @@ impl<'a> Simulation<'a> {
         self.memory.activations += transient;
         self.memory.mark(self.compute);
         self.span(Row::Compute, kind, Some(unit), flops * self.seconds_per_flop, 0);
+        for (operation, peers, bytes) in exchanges(&work, part, self.plan.mesh, recomputation) {
+            // The computation needs the result at once.
+            self.communication = self.communication.max(self.compute);
+            let spread = Spread::new(peers, self.plan.mesh, self.cluster.per_machine);
+            let seconds = spread.seconds(operation, bytes, self.cluster);
+            let kind = SpanKind::Collective(operation);
+            self.span(Row::Communication, kind, Some(unit), seconds, bytes);
+            self.wait(unit, self.communication);
+        }
         self.memory.activations -= transient;
         match part {
             Part::Forward | Part::Recompute => self.memory.activations += saved,
@@ -244,7 +253,7 @@ impl<'a> Simulation<'a> {
             true => HOST_BANDWIDTH / self.cluster.per_machine as f64,
             false => self.cluster.accelerator.memory_bandwidth * self.cluster.memory_efficiency,
         };
-        let ranks = self.plan.mesh.world.size().min(self.cluster.per_machine);
+        let ranks = self.plan.mesh.all_ranks().size().min(self.cluster.per_machine);
         let sharing = if self.cluster.shares_device { ranks as f64 } else { 1.0 };
         let seconds = moved as f64 * sharing / bandwidth;
         self.span(Row::Compute, SpanKind::Optimizer, None, seconds, moved);
@@ -261,7 +270,9 @@ impl<'a> Simulation<'a> {
         let recompute = of_kind(SpanKind::Recompute);
         let compute = of_kind(SpanKind::Forward) + of_kind(SpanKind::Backward) + recompute;
         let step = self.compute;
-        let tokens = (self.batch.tokens() * self.batch.micro_batches) as f64;
+        let mesh = self.plan.mesh;
+        let ranks_of_rows = mesh.tensor_size().size() * mesh.context_size().size();
+        let tokens = (self.batch.tokens() * self.batch.micro_batches) as f64 / ranks_of_rows as f64;
         let flops: f64 = self.work.iter().map(UnitWork::model_flops).sum();
         let device = &self.cluster.accelerator;
         let is_half = self.plan.units.iter().any(|unit| unit.layout.dtype().is_some_and(is_half));

@@ -1,6 +1,6 @@
 //! The plan of a training step: memory, collectives and computation of one rank.
 
-use super::collective::{Collective, Spread, issued};
+use super::collective::{Collective, Spread, exchanges, issued};
 use super::work::{Batch, Recomputation, TokenWork, UnitWork};
 use crate::backend::DeviceKind;
 use crate::error::ShardError;
@@ -78,7 +78,7 @@ impl StepPlan {
         options.check()?;
         let mesh = options.mesh(mesh, mesh.world.size())?;
         let units = shape.lay_out(mesh, options, DeviceKind::Cuda)?;
-        let work = TokenWork::of_shape(shape, &units);
+        let work = TokenWork::of_shape(shape, &units, mesh);
         Ok(Self::of_units(units, work, (mesh, DeviceKind::Cuda), options))
     }
 
@@ -247,6 +247,35 @@ impl StepPlan {
                     ranks: spread.ranks(),
                     bytes: issued.bytes,
                     ahead: issued.ahead,
+                    inside,
+                    between,
+                });
+            }
+        }
+        collectives
+    }
+
+    /// Returns the exchanges of activations and their gradients in a step, among tensor parallel and context
+    /// parallel ranks, on machines of `per_machine` devices. Those of a module that is not given by its shapes are
+    /// not known. The loss of a split head, which exchanges a few numbers of each row, is not counted.
+    pub fn activation_collectives(&self, batch: Batch, per_machine: usize) -> Vec<Collective> {
+        let work = self.work(batch);
+        let mut collectives = Vec::new();
+        for action in self.actions(batch.micro_batches).0 {
+            let Action::Compute { unit, part } = action else { continue };
+            for (operation, peers, bytes) in
+                exchanges(&work[unit], part, self.mesh, self.recomputation)
+            {
+                let spread = Spread::new(peers, self.mesh, per_machine);
+                let (inside, between) = spread.traffic(operation, bytes);
+                let (path, ranks) = (self.units[unit].path.clone(), spread.ranks());
+                let (unit, ahead) = (path, false);
+                collectives.push(Collective {
+                    operation,
+                    unit,
+                    ranks,
+                    bytes,
+                    ahead,
                     inside,
                     between,
                 });

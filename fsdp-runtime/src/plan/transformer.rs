@@ -100,8 +100,12 @@ impl Transformer {
             false => self.gpt_layer(layer),
         });
         let mut root = UnitShape::new("", 0, self.root());
-        root.saved_elements = 2 * self.hidden;
-        ModelShape::new(name, std::iter::once(root).chain(layers).collect())
+        self.set_root(&mut root);
+        let mut units: Vec<_> = std::iter::once(root).chain(layers).collect();
+        for unit in &mut units {
+            unit.params = unit.params.drain(..).map(ParamShape::split_by_name).collect();
+        }
+        ModelShape::new(name, units)
     }
 
     fn root(&self) -> Vec<ParamShape> {
@@ -168,6 +172,15 @@ impl Transformer {
         unit
     }
 
+    /// Sets the activations of the outermost unit: the input of the last norm, and that of the projection to the
+    /// vocabulary.
+    pub(super) fn set_root(&self, root: &mut UnitShape) {
+        root.saved_elements = 2 * self.hidden;
+        (root.residual_elements, root.gathered_elements) = (self.hidden, self.hidden);
+        // Rows of the embedding in forward, and the gradient of the projection's input in backward.
+        (root.tensor_exchanges, root.exchanged_elements) = (1, self.hidden);
+    }
+
     /// Sets the attention and the activations of a layer.
     ///
     /// A layer saves the inputs of its norms and of its linear layers. Attention saves queries, keys,
@@ -182,6 +195,10 @@ impl Transformer {
         unit.attention_width = queries;
         unit.saved_elements = 4 * self.hidden + attention + wide;
         unit.input_elements = self.hidden;
+        // Of each block the input of the norm, and that of the first linear layer.
+        (unit.residual_elements, unit.gathered_elements) = (2 * self.hidden, 2 * self.hidden);
+        (unit.tensor_exchanges, unit.exchanged_elements) = (2, self.hidden);
+        (unit.key_value_elements, unit.key_value_heads) = (2 * keys, self.kv_heads);
     }
 }
 

@@ -3,6 +3,7 @@
 use burn::tensor::DType;
 use serde::Serialize;
 
+use crate::layout::Mesh;
 use crate::param_group::plan::shape::{ModelShape, ParamShape, UnitShape};
 use crate::param_group::{ParamSpec, Placement, Unit};
 
@@ -32,7 +33,7 @@ impl Recomputation {
     }
 }
 
-/// The batch of one rank in a step.
+/// The batch of one rank in a step. Tensor parallel and context parallel ranks of one group share it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Batch {
@@ -80,6 +81,13 @@ pub struct UnitWork {
     pub input: usize,
     /// Bytes that live only while the unit's own forward and backward run.
     pub transient: usize,
+    /// Sums of activations over tensor parallel ranks in forward, and in backward. Under sequence parallel each
+    /// is a reduce-scatter and an all-gather.
+    pub tensor_exchanges: usize,
+    /// Bytes of the full tensor in such a sum.
+    pub tensor_bytes: usize,
+    /// Bytes of the keys and values of whole rows, which context parallel ranks gather.
+    pub context_bytes: usize,
 }
 
 /// Shape of the computation of a unit, for one token.
@@ -97,32 +105,53 @@ pub(super) struct TokenWork {
     logits: usize,
     /// Bytes of an activation's element.
     element: usize,
+    tensor_exchanges: usize,
+    exchanged_elements: usize,
+    key_value_elements: usize,
+    /// Number of ranks that have parts of the same rows; 0 stands for 1.
+    context: usize,
 }
 
 impl TokenWork {
-    /// Returns the computation of each unit of a model given by its shapes.
-    pub(super) fn of_shape(shape: &ModelShape, units: &[Unit]) -> Vec<Self> {
+    /// Returns the computation of each unit of a model given by its shapes, on a rank of `mesh`.
+    pub(super) fn of_shape(shape: &ModelShape, units: &[Unit], mesh: Mesh) -> Vec<Self> {
+        let tensor = mesh.tensor_size().size();
+        let own = |param: &ParamShape| match param.split {
+            Some(_) => param.numel() / tensor,
+            None => param.numel(),
+        };
         let head = |unit: &UnitShape| {
             let products = unit.params.iter().filter(|param| !param.is_lookup);
             let matrices = products.filter(|param| param.shape.len() > 1);
             // The outermost unit's product is the projection to the vocabulary.
-            if unit.level == 0 { matrices.map(|param| param.shape[0]).max() } else { None }
+            let words = |param: &ParamShape| match param.split {
+                Some(0) => param.shape[0] / tensor,
+                _ => param.shape[0],
+            };
+            if unit.level == 0 { matrices.map(words).max() } else { None }
         };
         let work = |(shape, unit): (&UnitShape, &Unit)| {
             let is_product = |it: &&ParamShape| !it.is_lookup && it.shape.len() > 1;
             let elements = |of: fn(&ParamShape) -> bool| {
                 let products = shape.params.iter().filter(is_product).filter(|it| of(it));
-                products.map(ParamShape::numel).sum()
+                products.map(own).sum()
             };
+            let [residual, gathered] = [shape.residual_elements, shape.gathered_elements];
+            let split = shape.saved_elements.saturating_sub(residual + gathered);
+            let parts = if mesh.splits_sequence() { tensor } else { 1 };
             Self {
                 product_elements: elements(|_| true),
                 frozen_elements: elements(|it| it.is_frozen),
-                attention_width: shape.attention_width,
+                attention_width: shape.attention_width / tensor,
                 is_causal: true,
-                saved_elements: shape.saved_elements,
-                input_elements: shape.input_elements,
+                saved_elements: residual / parts + gathered + split / tensor,
+                input_elements: shape.input_elements / parts,
                 logits: head(shape).unwrap_or(0),
                 element: element_bytes(unit),
+                tensor_exchanges: if tensor > 1 { shape.tensor_exchanges } else { 0 },
+                exchanged_elements: shape.exchanged_elements,
+                key_value_elements: shape.key_value_elements / tensor,
+                context: mesh.context_size().size(),
             }
         };
         shape.units.iter().zip(units).map(work).collect()
@@ -164,10 +193,14 @@ impl TokenWork {
 
     /// Returns the computation of one micro-batch.
     pub(super) fn of(&self, batch: Batch, fused_loss: bool) -> UnitWork {
-        let tokens = batch.tokens();
+        // Of each row, the positions of this rank.
+        let context = self.context.max(1);
+        let tokens = batch.tokens() / context;
         let square = 4.0 * self.attention_width as f64 * tokens as f64 * batch.length as f64;
         // Logits in the dtype that computes and in f32, and the gradient of the latter.
         let logits = if fused_loss { 0 } else { tokens * self.logits * (self.element + 8) };
+        let key_values = batch.tokens() * self.key_value_elements * self.element;
+        let key_values = if context > 1 { key_values } else { 0 };
         UnitWork {
             products: 2.0 * self.product_elements as f64 * tokens as f64,
             frozen_products: 2.0 * self.frozen_elements as f64 * tokens as f64,
@@ -175,7 +208,11 @@ impl TokenWork {
             attention_square: square,
             activations: self.saved_elements * self.element * tokens,
             input: self.input_elements * self.element * tokens,
-            transient: logits,
+            // Keys and values of whole rows, and their gradients.
+            transient: logits + 2 * key_values,
+            tensor_exchanges: self.tensor_exchanges,
+            tensor_bytes: tokens * self.exchanged_elements * self.element,
+            context_bytes: key_values,
         }
     }
 }

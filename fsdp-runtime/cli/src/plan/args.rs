@@ -55,6 +55,15 @@ pub(crate) struct Args {
     /// machine
     #[arg(long)]
     shard_size: Option<usize>,
+    /// Ranks that have a part of each matrix, and share a batch; a divisor of the heads of keys and values
+    #[arg(long = "tp", value_name = "N", default_value = "1", value_parser = ranks, conflicts_with = "search")]
+    tensor_parallel: WorldSize,
+    /// Ranks that have a part of each row, and share a batch
+    #[arg(long = "cp", value_name = "N", default_value = "1", value_parser = ranks, conflicts_with = "search")]
+    context_parallel: WorldSize,
+    /// Splits positions over the tensor parallel ranks outside of split layers
+    #[arg(long)]
+    sequence_parallel: bool,
     /// What backward computes again
     #[arg(long, value_enum, default_value_t = Recompute::None)]
     pub(super) recompute: Recompute,
@@ -205,6 +214,9 @@ impl Args {
             .with_reduce_dtype(dtype(self.reduce));
         let options = FsdpOptions::new()
             .with_strategy(self.strategy)
+            .with_tensor_parallel(self.tensor_parallel.size())
+            .with_sequence_parallel(self.sequence_parallel)
+            .with_context_parallel(self.context_parallel.size())
             .with_mixed_precision(precision)
             .with_offload(match self.offload {
                 Offload::None => OffloadPolicy::None,
@@ -220,7 +232,10 @@ impl Args {
             (None, _) => options,
         };
         match self.strategy.is_hybrid() {
-            true => options.with_shard_size(self.shard_size.unwrap_or(self.per_machine as usize)),
+            true => {
+                let of_machine = self.per_machine as usize / self.tensor_parallel.size();
+                options.with_shard_size(self.shard_size.unwrap_or(of_machine.max(1)))
+            }
             false => options,
         }
     }

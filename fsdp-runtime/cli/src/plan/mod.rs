@@ -66,13 +66,15 @@ fn to_json(
     (batch, cluster): (Batch, &Cluster),
 ) -> String {
     let plan = |(plan, estimate): &(StepPlan, Estimate)| {
-        let collectives = plan.collectives(batch.micro_batches, cluster.per_machine);
+        let collectives = all_collectives(plan, batch, cluster);
         let memory: serde_json::Map<String, Value> =
             estimate.memory.kinds().map(|(kind, bytes)| (kind.into(), json!(bytes))).collect();
         let host: serde_json::Map<String, Value> =
             estimate.memory.host.kinds().map(|(kind, bytes)| (kind.into(), json!(bytes))).collect();
         json!({
-            "world": plan.mesh().world.size(),
+            "world": plan.mesh().all_ranks().size(),
+            "tensor_parallel": plan.mesh().tensor_size().size(),
+            "context_parallel": plan.mesh().context_size().size(),
             "shard_size": plan.mesh().shard_size().size(),
             "step_seconds": estimate.step,
             "compute_seconds": estimate.compute,
@@ -100,6 +102,13 @@ fn to_json(
         "plans": plans.iter().map(plan).collect::<Vec<_>>(),
     });
     format!("{all:#}")
+}
+
+/// Returns the collectives of a step on parameters, gradients and activations.
+fn all_collectives(plan: &StepPlan, batch: Batch, cluster: &Cluster) -> Vec<Collective> {
+    let mut collectives = plan.collectives(batch.micro_batches, cluster.per_machine);
+    collectives.extend(plan.activation_collectives(batch, cluster.per_machine));
+    collectives
 }
 
 /// Returns what a rank receives in a step, by operation.
@@ -154,11 +163,11 @@ fn to_text(
         ),
     ];
     for (plan, estimate) in plans {
-        let collectives = plan.collectives(batch.micro_batches, cluster.per_machine);
+        let collectives = all_collectives(plan, batch, cluster);
         let moved: usize = collectives.iter().map(|it| it.inside.bytes + it.between.bytes).sum();
         lines.push(format!(
             "{:>7}{:>11.1}{:>8.1}%{:>12.0}{:>7.1}%{:>9.1}{:>11.2}{:>12.0}{:>8}",
-            plan.mesh().world.size(),
+            plan.mesh().all_ranks().size(),
             estimate.step * 1e3,
             100.0 * estimate.exposed / estimate.step,
             estimate.tokens_per_second,
@@ -176,7 +185,7 @@ fn to_text(
 
 /// Returns a table of the memory by kind, in GiB.
 fn kinds(plans: &[(StepPlan, Estimate)]) -> String {
-    let head = plans.iter().map(|(plan, _)| format!("{:>10}", plan.mesh().world.size()));
+    let head = plans.iter().map(|(plan, _)| format!("{:>10}", plan.mesh().all_ranks().size()));
     let mut lines = vec![format!("{:<14}{}", "GiB per rank", head.collect::<String>())];
     let Some((_, first)) = plans.first() else { return String::new() };
     for (at, (kind, _)) in first.memory.kinds().enumerate() {

@@ -93,6 +93,9 @@ impl Section {
     }
 }
 
+/// Key of the number of context parallel ranks.
+pub(super) const CONTEXT: &str = "parallelism_config_cp_size";
+
 /// Key of the map with the sizes of the device mesh.
 pub(super) const PARALLELISM: &str = "parallelism_config";
 

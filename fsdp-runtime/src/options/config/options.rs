@@ -4,6 +4,7 @@
 use burn::tensor::FloatDType;
 
 use super::error::{ConfigError, Note, Problem, ProblemKind};
+use super::keys::CONTEXT;
 use super::nearest::nearest;
 use super::types::{Config, DEFAULT_MIN_NUM_PARAMS};
 use super::values::{AutoWrapPolicy, StateDictType};
@@ -19,8 +20,28 @@ impl Config {
     /// # Errors
     ///
     /// [`ConfigError::Invalid`] with every name in `fsdp_transformer_layer_cls_to_wrap` that is not
-    /// a unit of `M`, and every option that the runtime does not have.
+    /// a unit of `M`, every option that the runtime does not have, and a `parallelism_config_cp_size` above
+    /// 1: see [`options_for_parts`](Self::options_for_parts).
     pub fn options<M: FsdpModule>(&self) -> Result<FsdpOptions, ConfigError> {
+        let whole_rows = self.fsdp.context.filter(|ranks| *ranks > 1).map(|ranks| {
+            let (key, value) = (CONTEXT.into(), ranks.to_string());
+            let expected = "1, as this program passes whole rows; one that passes the parts of \
+                            `Mesh::context_part` calls `options_for_parts`"
+                .into();
+            let kind = ProblemKind::WrongValue { key, value, expected };
+            Problem { place: self.source.place(CONTEXT), kind }
+        });
+        self.options_unless(Some(&M::LAYOUT), whole_rows)
+    }
+
+    /// Returns the [`options`](Self::options) of a program that passes parts of rows to the model, as
+    /// [`Mesh::context_part`](crate::Mesh::context_part) cuts them. `parallelism_config_cp_size` sets
+    /// [`FsdpOptions::with_context_parallel`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`options`](Self::options), but that for `parallelism_config_cp_size`.
+    pub fn options_for_parts<M: FsdpModule>(&self) -> Result<FsdpOptions, ConfigError> {
         self.options_for(Some(&M::LAYOUT))
     }
 
@@ -56,7 +77,16 @@ impl Config {
     /// Returns the [`options`](Self::options) for a model with the units in `layout`. With `None`,
     /// names of units are not checked.
     pub(super) fn options_for(&self, layout: Option<&Node>) -> Result<FsdpOptions, ConfigError> {
-        let mut problems = Vec::new();
+        self.options_unless(layout, None)
+    }
+
+    /// Returns the options, unless there is a problem: the given one, or one that is found.
+    fn options_unless(
+        &self,
+        layout: Option<&Node>,
+        problem: Option<Problem>,
+    ) -> Result<FsdpOptions, ConfigError> {
+        let mut problems: Vec<_> = problem.into_iter().collect();
         let fsdp = &self.fsdp;
         let mut options = FsdpOptions::new().with_strategy(fsdp.sharding_strategy);
         options = options.with_wrap(self.wrap_policy(layout, &mut problems));

@@ -133,15 +133,25 @@ impl ModelPlan {
 
 /// Gives each parameter of a split layer the part of this rank.
 fn split_params(params: &mut [FoundParam], mesh: Mesh) -> Result<(), ShardError> {
+    let dims: Vec<_> = params.iter().map(split_dim).collect();
+    split_along(params, &dims, mesh)
+}
+
+/// Gives each parameter the part of this rank along a dimension, if it is split.
+pub(super) fn split_along(
+    params: &mut [FoundParam],
+    dims: &[Option<usize>],
+    mesh: Mesh,
+) -> Result<(), ShardError> {
     let parts = mesh.tensor_size().size();
     if parts == 1 {
         return Ok(());
     }
-    if params.iter().all(|param| split_dim(param).is_none()) {
+    if dims.iter().all(Option::is_none) {
         return Err(ShardError::NothingToSplit { ranks: mesh.tensor_size() });
     }
-    for param in params {
-        let Some(dim) = split_dim(param) else { continue };
+    for (param, dim) in params.iter_mut().zip(dims) {
+        let &Some(dim) = dim else { continue };
         let size = param.shape[dim];
         if !size.is_multiple_of(parts) {
             let (path, ranks) = (param.path.clone(), mesh.tensor_size());

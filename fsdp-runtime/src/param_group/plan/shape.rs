@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::super::unit::Unit;
 use super::found::{FoundParam, FoundUnit, Key};
-use super::model::lay_out;
+use super::model::{lay_out, split_along};
 use crate::backend::DeviceKind;
 use crate::error::ShardError;
 use crate::layout::Mesh;
@@ -41,6 +41,19 @@ pub struct UnitShape {
     pub saved_elements: usize,
     /// Elements of the inputs of one token.
     pub input_elements: usize,
+    /// Those of `saved_elements` that are inputs of norms: each tensor parallel rank has all of them, or under
+    /// sequence parallel those of its positions.
+    pub residual_elements: usize,
+    /// Those of `saved_elements` that are inputs of split layers, of which each tensor parallel rank has all.
+    pub gathered_elements: usize,
+    /// Sums of activations over tensor parallel ranks in forward, and in backward.
+    pub tensor_exchanges: usize,
+    /// Elements of one token in such a sum.
+    pub exchanged_elements: usize,
+    /// Elements of the keys and values of one token, over all heads.
+    pub key_value_elements: usize,
+    /// Heads of the keys and values, of which each tensor parallel rank has a part; 0 without attention.
+    pub key_value_heads: usize,
 }
 
 /// A parameter of a [`UnitShape`].
@@ -56,6 +69,8 @@ pub struct ParamShape {
     pub is_lookup: bool,
     /// Whether the parameter is not trained: it has no gradient and no optimizer state.
     pub is_frozen: bool,
+    /// Dimension along which tensor parallel ranks split the parameter, if they do.
+    pub split: Option<usize>,
 }
 
 impl ParamShape {
@@ -72,6 +87,47 @@ impl ParamShape {
     /// Says that the parameter is not trained.
     pub fn with_frozen(self) -> Self {
         Self { is_frozen: true, ..self }
+    }
+
+    /// Says along which dimension tensor parallel ranks split the parameter.
+    pub fn with_split(self, dim: usize) -> Self {
+        Self { split: Some(dim), ..self }
+    }
+
+    /// Splits a parameter as its name in Hugging Face's GPT-2, BERT, Llama, Mistral and Qwen models says: by
+    /// outputs for queries, keys, values and the first products of a feed-forward block, by inputs for the second,
+    /// and by words for embeddings of words and heads.
+    pub(crate) fn split_by_name(self) -> Self {
+        /// Parts of names, with the dimension for `[outputs, inputs]`.
+        const NAMES: [(&[&str], usize); 3] = [
+            (
+                &[
+                    "q_proj.",
+                    "k_proj.",
+                    "v_proj.",
+                    "gate_proj.",
+                    "up_proj.",
+                    "query.",
+                    "key.",
+                    "value.",
+                    "intermediate.",
+                ],
+                0,
+            ),
+            (&["o_proj.weight", "down_proj.weight", "output.dense.weight"], 1),
+            (&["embed_tokens.", "word_embeddings.", "lm_head.", "wte."], 0),
+        ];
+        // GPT-2 has `[inputs, outputs]`.
+        let of_gpt = match &*self.path {
+            path if path.ends_with("c_attn.weight") || path.ends_with("c_fc.weight") => Some(1),
+            path if path.ends_with("c_attn.bias") || path.ends_with("c_fc.bias") => Some(0),
+            path if path.ends_with("c_proj.weight") => Some(0),
+            _ => None,
+        };
+        let is_named = |names: &[&str]| names.iter().any(|name| self.path.contains(name));
+        let named = || NAMES.iter().find(|(names, _)| is_named(names)).map(|(_, dim)| *dim);
+        let split = of_gpt.or_else(named);
+        Self { split, ..self }
     }
 
     /// Returns the number of elements.
@@ -110,10 +166,13 @@ impl ModelShape {
                 if let (1.., false, &[rows, columns]) =
                     (unit.level, param.is_lookup, &param.shape[..])
                 {
-                    let adapter =
-                        |name, shape| ParamShape::new(format!("{}.{name}", param.path), shape);
-                    adapters.push(adapter("lora_a", [rows, rank]));
-                    adapters.push(adapter("lora_b", [rank, columns]));
+                    let adapter = |name, shape, split: bool, dim| {
+                        let param = ParamShape::new(format!("{}.{name}", param.path), shape);
+                        if split { param.with_split(dim) } else { param }
+                    };
+                    let split = param.split;
+                    adapters.push(adapter("lora_a", [rows, rank], split == Some(0), 0));
+                    adapters.push(adapter("lora_b", [rank, columns], split == Some(1), 1));
                     // The product of the input and the first factor.
                     unit.saved_elements += rank;
                 }
@@ -121,6 +180,20 @@ impl ModelShape {
             unit.params.extend(adapters);
         }
         self
+    }
+
+    /// Checks that each tensor parallel rank has whole heads.
+    fn check_heads(&self, mesh: Mesh) -> Result<(), ShardError> {
+        let ranks = mesh.tensor_size().size();
+        let heads = self.units.iter().map(|unit| unit.key_value_heads);
+        match heads.into_iter().find(|heads| !heads.is_multiple_of(ranks)) {
+            Some(heads) => Err(ShardError::InvalidOption {
+                option: "tensor_parallel",
+                value: ranks.to_string(),
+                expected: format!("use a divisor of {heads}, the heads of keys and values"),
+            }),
+            None => Ok(()),
+        }
     }
 
     /// Lays out the units for the rank of `mesh`. `kind` is that of the device that computes.
@@ -137,6 +210,7 @@ impl ModelShape {
         if self.num_params() == 0 {
             return Err(ShardError::EmptyModel { model: "of a plan" });
         }
+        self.check_heads(mesh)?;
         let recomputes = options.activation_checkpointing == ActivationCheckpointing::All;
         let mut recomputed_at: Option<(usize, usize)> = None;
         let mut units = Vec::new();
@@ -172,6 +246,8 @@ impl ModelShape {
                 tied_to: None,
             }));
         }
+        let splits = self.units.iter().flat_map(|unit| &unit.params).map(|param| param.split);
+        split_along(&mut params, &splits.collect::<Vec<_>>(), mesh)?;
         Ok(lay_out(&params, units, (mesh, kind), options)?.0)
     }
 }

@@ -11,6 +11,10 @@ pub(crate) enum Peers {
     Block(usize),
     /// The ranks that hold the same shard of other replicas.
     Replicas,
+    /// The tensor parallel ranks.
+    Tensor,
+    /// The context parallel ranks.
+    Context,
 }
 
 /// A part of a unit's own computation, without that of the units inside it.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::reader::{REPLICATE, Reader, Reshard};
 use crate::options::ShardingStrategy;
 use crate::options::config::error::ProblemKind;
-use crate::options::config::keys::PARALLELISM_PREFIX;
+use crate::options::config::keys::{CONTEXT, PARALLELISM_PREFIX};
 use crate::options::config::nearest::nearest;
 use crate::options::config::types::MpirunConfig;
 use crate::options::config::values::{
@@ -125,7 +125,10 @@ impl Reader {
             }
             Some("dp_shard_size") => self.config.fsdp.shard = self.count(entry, 1),
             Some("tp_size") => self.config.fsdp.tensor = self.count(entry, 1),
-            Some("cp_size") => self.config.fsdp.context = self.count(entry, 1),
+            Some("cp_size") => {
+                self.config.source.places.insert(CONTEXT, entry.place);
+                self.config.fsdp.context = self.count(entry, 1);
+            }
             Some("sp_size") => {
                 if self.count(entry, 1).is_some_and(|size| size > 1) {
                     self.wrong_value(
