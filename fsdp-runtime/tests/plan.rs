@@ -2,7 +2,7 @@
 
 use burn::tensor::FloatDType;
 use fsdp_runtime::options::{ActivationCheckpointing, MixedPrecisionPolicy, ShardingStrategy};
-use fsdp_runtime::plan::{Batch, Cluster, Estimate, ModelShape, StepPlan, Transformer};
+use fsdp_runtime::plan::{Batch, Cluster, Collective, Estimate, ModelShape, StepPlan, Transformer};
 use fsdp_runtime::{FsdpOptions, Mesh, Rank, WorldSize};
 
 /// A published step of torchtitan, with FSDP2 and tensor parallel ranks.
@@ -235,4 +235,41 @@ fn spans_follow_each_other() {
         let middle = f64::midpoint(wait.begin, wait.end);
         assert!(wait.end - wait.begin < 1e-9 || busy(middle), "{wait:?}");
     }
+}
+
+/// Each layer has two sums over the tensor parallel ranks in forward, in the recomputation and in backward.
+#[test]
+fn split_matrices_and_rows_are_planned() {
+    let name = shape("llama3-70b");
+    let plan = |options: FsdpOptions| StepPlan::of_shape(&name, mesh(64), &options).unwrap();
+    let recomputed = || options().with_activation_checkpointing(ActivationCheckpointing::All);
+    let (whole, split) = (plan(recomputed()), plan(recomputed().with_tensor_parallel(8)));
+    let parts = plan(recomputed().with_tensor_parallel(8).with_sequence_parallel(true));
+    let batch = Batch::new(1, 8192);
+    assert!(whole.activation_collectives(batch, 8).is_empty());
+    let sums = split.activation_collectives(batch, 8);
+    // The embedding and the head have one each.
+    assert_eq!(sums.len(), 80 * 6 + 2);
+    assert!(sums.iter().all(|it| (it.ranks, it.bytes) == (8, 8192 * 8192 * 2)));
+    assert!(sums.iter().all(|it| it.between.bytes == 0), "within a machine");
+    let halves = parts.activation_collectives(batch, 8);
+    let moved = |all: &[Collective]| all.iter().map(|it| it.inside.bytes).sum::<usize>();
+    assert_eq!((halves.len(), moved(&halves)), (2 * sums.len(), moved(&sums)));
+
+    let cluster = Cluster::preset("h100").unwrap();
+    let [whole, split, parts] = [whole, split, parts].map(|plan| plan.estimate(batch, &cluster));
+    // Shards of 1/64 in any case, and gather buffers of an eighth.
+    let ratio = |a: usize, b: usize| a as f64 / b as f64;
+    assert!((ratio(split.memory.shards, whole.memory.shards) - 1.0).abs() < 0.01);
+    assert!((ratio(split.memory.gathered, whole.memory.gathered) - 0.125).abs() < 0.01);
+    assert!(parts.peak_activations() < split.peak_activations() / 2);
+
+    let context = plan(options().with_context_parallel(4));
+    let of_context = context.activation_collectives(batch, 8);
+    // A gather in both passes, and the sum of gradients: 8 heads of 128, keys and values.
+    assert_eq!(of_context.len(), 80 * 3);
+    assert!(of_context.iter().all(|it| (it.ranks, it.bytes) == (4, 8192 * 2 * 1024 * 2)));
+    let error = |options| StepPlan::of_shape(&name, mesh(64), &options).unwrap_err().to_string();
+    let text = error(options().with_tensor_parallel(16));
+    assert!(text.contains("use a divisor of 8, the heads of keys and values"), "{text}");
 }

@@ -7,7 +7,7 @@
 //! there is no global state.
 
 use std::cell::RefCell;
-use std::fmt::{self, Debug};
+use std::fmt::Debug;
 use std::sync::{Arc, Weak};
 
 use burn::module::{

@@ -7,7 +7,8 @@ use burn::tensor::Tensor;
 
 use super::contract::{FsdpModule, ParamVisitor};
 use super::node::Child;
-use super::param::{ParamIndex, Sharded};
+use super::param::Sharded;
+use super::runtime::ParamIndex;
 
 /// The module path of the field that a traversal is in.
 ///
