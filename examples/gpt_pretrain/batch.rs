@@ -10,6 +10,7 @@
 
 use anyhow::{Result, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use fsdp_runtime::Mesh;
 use rand::seq::SliceRandom;
 
 use crate::common::training::epoch_rng;
@@ -79,6 +80,32 @@ impl Blocks {
     }
 }
 
+impl Blocks {
+    /// Copies this rank's part of blocks to a device, as [`batch`](Self::batch) does. Of an incomplete block the end
+    /// is left out that the ranks of `mesh` cannot share.
+    ///
+    /// # Errors
+    ///
+    /// If the blocks cannot be read from their file.
+    pub fn part(
+        &self,
+        rows: &[usize],
+        mesh: Mesh,
+        device: &Device,
+    ) -> Result<(Tensor<2, Int>, Tensor<1, Int>)> {
+        let (input, target) = self.batch(rows, device)?;
+        let ranks = mesh.context_size().size();
+        if ranks == 1 {
+            return Ok((input, target));
+        }
+        let [rows, length] = input.dims();
+        let shared = length - length % (2 * ranks);
+        let part = mesh.context_part(shared)?;
+        let target = target.reshape([rows, length]).narrow(1, 0, shared);
+        Ok((part.of(input.narrow(1, 0, shared), 1), part.of(target, 1).flatten(0, 1)))
+    }
+}
+
 /// Assigns blocks to updates and ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Dealer {
@@ -135,12 +162,17 @@ impl Dealer {
 
     /// Returns the batches of one rank in an evaluation, and whether each counts. Every rank has
     /// the same number of batches, and each block counts on one rank, including the incomplete last
-    /// block.
-    pub fn evaluation(&self, blocks: &Blocks, rank: usize) -> Vec<(Vec<usize>, bool)> {
+    /// block if it has at least `least` word pieces.
+    pub fn evaluation(
+        &self,
+        blocks: &Blocks,
+        rank: usize,
+        least: usize,
+    ) -> Vec<(Vec<usize>, bool)> {
         let whole: Vec<usize> = (0..blocks.len()).collect();
         let mut batches: Vec<Vec<usize>> =
             whole.chunks(self.batch_size).map(<[usize]>::to_vec).collect();
-        if !blocks.predicted().is_multiple_of(blocks.length) {
+        if blocks.predicted() % blocks.length >= least {
             batches.push(vec![blocks.len()]);
         }
         let rounds = batches.chunks(self.world_size);
@@ -218,7 +250,7 @@ mod tests {
             let blocks = blocks(pieces, 8);
             let dealer = dealer(world, batch, 1);
             let of_ranks: Vec<_> =
-                (0..world).map(|rank| dealer.evaluation(&blocks, rank)).collect();
+                (0..world).map(|rank| dealer.evaluation(&blocks, rank, 1)).collect();
             assert!(of_ranks.iter().all(|batches| batches.len() == of_ranks[0].len()));
             let counted = of_ranks.iter().flatten().filter(|(_, counts)| *counts);
             let mut rows: Vec<usize> = counted.flat_map(|(rows, _)| rows.clone()).collect();

@@ -79,6 +79,17 @@ pub struct Cli {
     #[arg(skip)]
     pub debug: bool,
 
+    /// Tensor parallel ranks: each has a part of the heads and of the feed-forward layers, and they take the same
+    /// samples. The number divides those of the ranks and of the heads [default: that of the configuration file,
+    /// or 1]
+    #[arg(long = "tp", value_name = "N", value_parser = positive, conflicts_with = "plan")]
+    pub tensor_parallel: Option<usize>,
+
+    /// Context parallel ranks: each has a part of every sample, for samples that are too long for one rank. A
+    /// sample has a multiple of twice as many word pieces [default: that of the configuration file, or 1]
+    #[arg(long = "cp", value_name = "N", value_parser = positive, conflicts_with = "plan")]
+    pub context_parallel: Option<usize>,
+
     /// Keep gathered parameters from forward to backward, which is faster and takes more memory
     #[arg(long)]
     pub no_reshard_after_forward: bool,
@@ -271,6 +282,8 @@ impl Cli {
         Sharding {
             file_options: self.file_options.clone().unwrap_or_default(),
             strategy: self.strategy().unwrap_or(ShardingStrategy::FullShard),
+            tensor_parallel: self.tensor_parallel.unwrap_or(1),
+            context_parallel: self.context_parallel.unwrap_or(1),
             reshard_after_forward: !self.no_reshard_after_forward,
             cpu_offload: self.cpu_offload,
             precision: match (self.bf16, self.fp16) {

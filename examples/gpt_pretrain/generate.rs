@@ -87,7 +87,9 @@ pub fn generate(
     let _gathered = model.unshard()?;
     let device = worker.device().clone().inner();
     let generator = Generator { model: &model, bpe, positions, args, device };
-    let (world, rank) = (worker.world().size(), worker.rank().index());
+    // Tensor parallel ranks compute the same texts together, of which the first gives them back.
+    let mesh = model.stats().mesh();
+    let (world, rank) = (mesh.world.size(), mesh.rank.index());
     let own = args.generate.iter().enumerate().skip(rank).step_by(world);
     let texts = own.map(|(index, prompt)| {
         // The texts do not depend on the number of ranks.
@@ -95,7 +97,8 @@ pub fn generate(
         let text = generator.continued(prompt, &mut rng)?;
         Ok(Generated { index, prompt: prompt.clone(), text })
     });
-    texts.collect()
+    let texts: Result<Vec<_>> = texts.collect();
+    if mesh.tensor_rank() == 0 { texts } else { texts.map(|_| Vec::new()) }
 }
 
 impl Generator<'_> {

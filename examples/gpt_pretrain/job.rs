@@ -79,6 +79,23 @@ pub struct Job {
     pub memory_limit: Option<usize>,
 }
 
+/// Checks that each rank has whole heads, and equal parts of a sample.
+fn check_parts(sharding: &Sharding, arch: Arch, recipe: &Recipe) -> Result<()> {
+    let Sharding { tensor_parallel, context_parallel, .. } = *sharding;
+    ensure!(
+        arch.heads.is_multiple_of(tensor_parallel),
+        "--tp {tensor_parallel}: the model has {} heads, which that many ranks cannot share",
+        arch.heads
+    );
+    let blocks = sharding.blocks();
+    ensure!(
+        recipe.tokens_per_sample.is_multiple_of(blocks),
+        "--cp {context_parallel}: --tokens-per-sample {} is no multiple of {blocks}",
+        recipe.tokens_per_sample
+    );
+    Ok(())
+}
+
 impl Setup {
     /// Returns the setup that the arguments ask for.
     ///
@@ -99,6 +116,8 @@ impl Setup {
                 recipe.tokens_per_sample
             );
         }
+        let sharding = cli.sharding();
+        check_parts(&sharding, config.as_ref().map_or(cli.arch, Gpt2Config::arch), &recipe)?;
         let adapters = cli.lora.adapters.as_deref().map(import).transpose()?;
         let mut lora = cli.lora.clone();
         lora.adapters = adapters.as_ref().map(|folder| folder.path().to_path_buf());
@@ -108,7 +127,7 @@ impl Setup {
             tanh_gelu: config.as_ref().is_some_and(Gpt2Config::tanh_gelu),
             lora: lora.resolve(&LORA_TARGETS)?,
             adapters: adapters.map(Arc::new),
-            sharding: cli.sharding(),
+            sharding,
             recipe,
         })
     }

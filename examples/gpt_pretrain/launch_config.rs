@@ -42,6 +42,8 @@ fn fill(cli: &Cli, config: &Config, started: Option<&RankEnv>) -> Result<Cli> {
     if config.use_cpu && cli.ranks.device == DeviceName::Auto {
         cli.ranks.device = DeviceName::Flex;
     }
+    cli.tensor_parallel = cli.tensor_parallel.or(fsdp.tensor);
+    cli.context_parallel = cli.context_parallel.or(fsdp.context);
     cli.cpu_offload |= fsdp.offload_params;
     cli.checkpoint_activations |= fsdp.activation_checkpointing;
     cli.offload_activations |=
@@ -51,7 +53,7 @@ fn fill(cli: &Cli, config: &Config, started: Option<&RankEnv>) -> Result<Cli> {
         cli.bf16 = config.mixed_precision == MixedPrecision::Bf16;
     }
     cli.debug = config.debug;
-    cli.file_options = Some(config.options::<Gpt>()?);
+    cli.file_options = Some(config.options_for_parts::<Gpt>()?);
     Ok(cli)
 }
 

@@ -30,7 +30,8 @@ pub fn forecast(
     let model = setup.model(device)?;
     let world = WorldSize::new(world_size)?;
     // The hybrid strategies shard within a machine.
-    let options = setup.options().with_shard_size(local_ranks);
+    let tensor = setup.sharding.tensor_parallel;
+    let options = setup.options().with_shard_size((local_ranks / tensor).max(1));
     let mut largest: Option<MemoryForecast> = None;
     for rank in world.ranks() {
         let of_rank = MemoryForecast::new(&model, Mesh::new(rank, world), &options)?;
@@ -69,12 +70,14 @@ pub fn forecast(
 fn activation_bytes(setup: &Setup, policy: ActivationPolicy) -> (usize, usize) {
     let Arch { layers, width, heads, vocabulary, .. } = setup.arch;
     let element_size = DType::from(setup.sharding.precision.dtype()).size();
-    let (rows, length) = (setup.recipe.batch_size, setup.recipe.tokens_per_sample);
+    let (tensor, context) = (setup.sharding.tensor_parallel, setup.sharding.context_parallel);
+    let (rows, length) = (setup.recipe.batch_size, setup.recipe.tokens_per_sample / context);
     // The product of all of these may exceed 64 bits.
     let [rows, length, element_size, width, heads, layers, vocabulary] =
         [rows, length, element_size, width, heads, layers, vocabulary].map(|size| size as u128);
 
-    let of_block = 20 * width + heads;
+    // Of a block, each tensor parallel rank has the norms and residuals whole.
+    let of_block = 6 * width + (14 * width + heads) / tensor as u128;
     let of_blocks = match policy {
         ActivationPolicy::KeepAll => layers * of_block,
         ActivationPolicy::Recompute => layers * width + of_block,

@@ -10,7 +10,7 @@ use burn::tensor::{Device, Int, Tensor};
 use fsdp_runtime::nn::{
     AttentionOptions, Dropout, DropoutConfig, Embedding, EmbeddingConfig, LayerNorm,
     LayerNormConfig, Linear, LinearActivation, LinearConfig, LinearCrossEntropyOptions, attention,
-    linear_cross_entropy,
+    linear_cross_entropy, positions,
 };
 use fsdp_runtime::prelude::*;
 
@@ -40,7 +40,9 @@ pub struct Block {
     attention_norm: LayerNorm,
     attention: Attention,
     norm: LayerNorm,
+    #[fsdp(column)]
     up: Linear,
+    #[fsdp(row)]
     down: Linear,
     dropout: Dropout,
     /// Whether the GELU is its tanh approximation, as in OpenAI's weights.
@@ -50,9 +52,13 @@ pub struct Block {
 /// Multi-head causal self-attention.
 #[derive(Module, FsdpModule, Debug)]
 pub struct Attention {
+    #[fsdp(column)]
     query: Linear,
+    #[fsdp(column)]
     key: Linear,
+    #[fsdp(column)]
     value: Linear,
+    #[fsdp(row)]
     output: Linear,
     heads: usize,
 }
@@ -84,7 +90,7 @@ impl Gpt {
     /// Computes the hidden values that the logits are made of, `[rows * length, width]`.
     fn hidden(&self, ids: Tensor<2, Int>) -> Tensor<2> {
         let [rows, length] = ids.dims();
-        let positions = Tensor::arange(0..length as i64, &ids.device()).unsqueeze();
+        let positions = positions(length, &ids.device()).unsqueeze();
         let x = self.tokens.forward(ids) + self.positions.forward(positions);
         let x = self.blocks.iter().fold(self.dropout.forward(x), |x, block| block.forward(x));
         let x = self.norm.forward(x);
@@ -182,7 +188,9 @@ impl Attention {
         let [rows, length, width] = x.dims();
         let layers = [&self.query, &self.key, &self.value];
         let [query, mut key, mut value] = Linear::forward_each(layers, x).map(|projected| {
-            projected.reshape([rows, length, self.heads, width / self.heads]).swap_dims(1, 2)
+            // A tensor parallel rank has a part of the heads.
+            let shape = [rows as i32, length as i32, -1, (width / self.heads) as i32];
+            projected.reshape(shape).swap_dims(1, 2)
         });
         let causal = AttentionOptions::new().with_causal(true);
         if let Some(cache) = cache {
@@ -193,7 +201,8 @@ impl Attention {
             *cache = Some((key.clone(), value.clone()));
         }
         let context = attention(query, key, value, causal);
-        self.output.forward(context.swap_dims(1, 2).reshape([rows, length, width]))
+        let context = context.swap_dims(1, 2).reshape([rows as i32, length as i32, -1]);
+        self.output.forward(context)
     }
 }
 

@@ -14,6 +14,10 @@ pub struct Sharding {
     pub file_options: FsdpOptions,
     /// Sharding strategy.
     pub strategy: ShardingStrategy,
+    /// Number of ranks that have a part of each matrix of a block.
+    pub tensor_parallel: usize,
+    /// Number of ranks that have a part of each sample.
+    pub context_parallel: usize,
     /// Whether gathered parameters are freed between forward and backward, if the strategy does so.
     pub reshard_after_forward: bool,
     /// Whether parameters, gradients and optimizer state are stored in host memory.
@@ -55,7 +59,10 @@ pub enum ActivationPolicy {
 impl Sharding {
     /// Returns the options to shard the model with.
     pub fn options(&self) -> FsdpOptions {
-        let mut options = self.file_options.clone().with_strategy(self.strategy);
+        let options = self.file_options.clone().with_strategy(self.strategy);
+        let mut options = options
+            .with_tensor_parallel(self.tensor_parallel)
+            .with_context_parallel(self.context_parallel);
         if !self.reshard_after_forward {
             options = options.with_reshard_after_forward(ReshardAfterForward::Never);
         }
@@ -75,6 +82,18 @@ impl Sharding {
             options = options.with_offload(OffloadPolicy::Params { pin_memory: true });
         }
         options
+    }
+}
+
+impl Sharding {
+    /// Returns the number of ranks that take different samples, of `ranks` ranks.
+    pub const fn batch_ranks(&self, ranks: usize) -> usize {
+        ranks / (self.tensor_parallel * self.context_parallel)
+    }
+
+    /// Returns the number of blocks that a sample is cut in.
+    pub const fn blocks(&self) -> usize {
+        if self.context_parallel == 1 { 1 } else { 2 * self.context_parallel }
     }
 }
 

@@ -52,6 +52,32 @@ fn the_losses_do_not_depend_on_the_number_of_ranks() {
     );
 }
 
+/// Tensor parallel ranks have parts of the blocks, context parallel ranks parts of the samples. The end of the held-out
+/// text that they cannot share is left out.
+#[test]
+fn the_losses_do_not_depend_on_how_ranks_share_the_work() {
+    let one = run_with("--world-size 1 --batch-size 4 --generate the").unwrap();
+    for flags in [
+        "--world-size 2 --tp 2 --batch-size 4",
+        "--world-size 2 --cp 2 --batch-size 4",
+        "--world-size 8 --tp 2 --cp 2 --batch-size 2 --checkpoint-activations",
+    ] {
+        let other = run_with(&format!("{flags} --generate the")).unwrap();
+        for (a, b) in one.losses.iter().zip(&other.losses) {
+            assert!((a - b).abs() < 1e-5, "{flags}: {:?} {:?}", one.losses, other.losses);
+        }
+        let perplexity = |summary: &Summary| summary.held_out_perplexity.unwrap();
+        let (a, b) = (perplexity(&one), perplexity(&other));
+        assert!((a / b - 1.0).abs() < 1e-4, "{flags}: {a} {b}");
+        assert_eq!(other.generated.len(), 1, "{flags}");
+        assert_eq!(other.generated[0].text, one.generated[0].text, "{flags}");
+    }
+    let error = run_with("--world-size 3 --tp 3").unwrap_err();
+    assert!(error.to_string().contains("--tp 3: the model has 4 heads"), "{error:#}");
+    let error = run_with("--world-size 3 --cp 3").unwrap_err();
+    assert!(error.to_string().contains("is no multiple of 6"), "{error:#}");
+}
+
 /// A quiet run writes its lines to the file, each a JSON object, and their numbers to the event file.
 #[test]
 fn the_log_file_and_tensorboard_get_the_log_lines() {

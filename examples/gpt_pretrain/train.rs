@@ -61,7 +61,7 @@ impl<'a> Trainer<'a> {
     /// Shards the model, builds the optimizer, and loads the checkpoint to resume from, if any.
     fn new(job: &'a Job, worker: &'a Worker) -> Result<Self> {
         let recipe = &job.setup.recipe;
-        let dealer = |epoch| dealer(recipe, worker, epoch);
+        let dealer = |epoch| dealer(&job.setup, worker, epoch);
         for epoch in 0..recipe.update_freq.len() {
             dealer(epoch).updates_per_epoch(job.train.len())?;
         }
@@ -121,7 +121,12 @@ impl<'a> Trainer<'a> {
 
     /// Returns the dealer of the current epoch.
     fn dealer(&self) -> Dealer {
-        dealer(self.recipe(), self.worker, self.position.epoch)
+        dealer(&self.job.setup, self.worker, self.position.epoch)
+    }
+
+    /// Returns this rank's number among those that take different samples.
+    fn batch_rank(&self) -> usize {
+        self.state.model.stats().mesh().batch_rank().index()
     }
 
     /// Trains on the batches of one update: forward and backward of each, clipping and update.
@@ -173,8 +178,9 @@ impl<'a> Trainer<'a> {
     fn forward(&self, dealer: Dealer, batch: usize) -> Result<(Tensor<1>, Tensor<1>)> {
         let order = self.order.as_ref().map_or(&[][..], |(_, order)| order);
         let at = self.position.samples / dealer.per_update();
-        let rows = dealer.share(order, at, batch, self.worker.rank().index());
-        let (input, target) = self.job.train.batch(rows, self.worker.device())?;
+        let rows = dealer.share(order, at, batch, self.batch_rank());
+        let mesh = self.state.model.stats().mesh();
+        let (input, target) = self.job.train.part(rows, mesh, self.worker.device())?;
         let loss = self.state.model.forward_loss(input, target);
         let loss = loss / dealer.update_freq as f64;
         Ok((scale_loss(loss.clone(), self.state.scaler.as_ref()), loss.inner()))
@@ -302,10 +308,12 @@ impl<'a> Trainer<'a> {
         let device = self.worker.device().clone().inner();
         let model = self.state.model.valid();
         let mut sums = [0.0; 3];
-        let batches = self.dealer().evaluation(&self.job.held_out, self.worker.rank().index());
+        let mesh = model.stats().mesh();
+        let blocks = self.job.setup.sharding.blocks();
+        let batches = self.dealer().evaluation(&self.job.held_out, self.batch_rank(), blocks);
         let steps = batches.len().min(self.recipe().max_valid_steps);
         for (rows, counts) in batches.into_iter().take(steps) {
-            let (input, target) = self.job.held_out.batch(&rows, &device)?;
+            let (input, target) = self.job.held_out.part(&rows, mesh, &device)?;
             let pieces = target.dims()[0] as f64;
             let loss = read_loss(model.forward_loss(input, target))?;
             if counts {
@@ -315,7 +323,10 @@ impl<'a> Trainer<'a> {
             }
         }
         self.worker.all_reduce_sum(&mut sums)?;
-        let [loss, words, samples] = sums;
+        // Tensor parallel ranks have the same samples, and context parallel ranks parts of them.
+        let tensor = mesh.tensor_size().size() as f64;
+        let [loss, words, samples] = sums.map(|sum| sum / tensor);
+        let samples = samples / mesh.context_size().size() as f64;
         let (steps, seconds) = (steps as f64, begin.elapsed().as_secs_f64());
         let evaluation = Evaluation { loss: loss / words, words, samples, steps, seconds };
         self.log.evaluation(&evaluation, position)?;
@@ -344,9 +355,10 @@ fn describe(job: &Job, worker: &Worker, state: &TrainingState, log: &RunLog) {
 }
 
 /// Returns the assignment of blocks to ranks in an epoch, counted from 0.
-fn dealer(recipe: &Recipe, worker: &Worker, epoch: usize) -> Dealer {
+fn dealer(setup: &Setup, worker: &Worker, epoch: usize) -> Dealer {
+    let Setup { recipe, sharding, .. } = setup;
     Dealer {
-        world_size: worker.world().size(),
+        world_size: sharding.batch_ranks(worker.world().size()),
         batch_size: recipe.batch_size,
         update_freq: recipe.update_freq(epoch),
     }
