@@ -1,16 +1,18 @@
 //! Rows that are split over context parallel ranks have the results of whole ones.
 
 use burn::module::Module;
-use burn::tensor::{Tensor, activation};
-use fsdp_runtime::Error;
+use burn::tensor::{Device, Tensor, activation};
 use fsdp_runtime::errors::{MeshError, ScheduleError, ShardError};
 use fsdp_runtime::lora::LoraConfig;
+use fsdp_runtime::memory::MemoryForecast;
 use fsdp_runtime::nn::{
     AttentionOptions, Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig, attention,
 };
+use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
+use fsdp_runtime::{Error, Mesh};
 
-use crate::split_llama::{Block, Setup, Sight, compare, train};
+use crate::split_llama::{Block, Net, Setup, Sight, compare, gradients, resumed, train};
 use crate::support::on_ranks;
 
 #[test]
@@ -46,19 +48,107 @@ fn strategies_recomputation_and_accumulation_change_nothing() {
     compare(&train(&of_one), &Setup { lora, ..setup(base()) });
 }
 
-/// Every factoring of eight ranks in those that take different rows, parts of rows, and parts of matrices.
+/// Returns every factoring of eight ranks in those that take different rows, parts of rows, and parts of matrices.
+fn meshes_of_eight() -> impl Iterator<Item = [usize; 3]> {
+    let sizes = [1, 2, 4, 8];
+    let pairs = sizes.into_iter().flat_map(move |data| sizes.map(|context| [data, context]));
+    let within = pairs.filter(|[data, context]| data * context <= 8);
+    within.map(|[data, context]| [data, context, 8 / data / context])
+}
+
 #[test]
 fn all_meshes_of_eight_ranks_have_the_results_of_one() {
-    let setup = |mesh| Setup { steps: 4, sight: Sight::Packed, ..Setup::mesh(mesh) };
+    let layers = ActivationCheckpointing::Units(unit_types![Block]);
+    let options = || FsdpOptions::new().with_seed(3).with_sequence_parallel(true);
+    let recomputed = options().with_activation_checkpointing(layers);
+    let setup = |mesh| Setup { sight: Sight::Packed, ..Setup::mesh(mesh) };
     let alone = train(&setup([1, 1, 1]));
-    for data in [1, 2, 4, 8] {
-        for context in [1, 2, 4] {
-            let tensor = 8 / data / context;
-            if data * context * tensor == 8 && tensor <= 4 {
-                compare(&alone, &setup([data, context, tensor]));
-            }
+    for mesh in meshes_of_eight() {
+        compare(&alone, &Setup { options: recomputed.clone(), ..setup(mesh) });
+    }
+}
+
+/// Accumulation, adapters, a tied head, and bf16.
+#[test]
+fn options_hold_on_all_meshes_of_eight_ranks() {
+    let bf16 = MixedPrecisionPolicy::new().with_param_dtype(burn::tensor::FloatDType::BF16);
+    let options = || FsdpOptions::new().with_seed(3);
+    let setup = |mesh: [usize; 3]| Setup {
+        // A rank of eight has one row.
+        micro_batches: if mesh[0] == 8 { 1 } else { 2 },
+        lora: Some(LoraConfig::new(4).with_alpha(8.0)),
+        tied: true,
+        steps: 3,
+        ..Setup::mesh(mesh)
+    };
+    let alone = train(&setup([1, 1, 1]));
+    let narrow = |mesh| Setup { options: options().with_mixed_precision(bf16), ..setup(mesh) };
+    for mesh in meshes_of_eight() {
+        compare(&alone, &setup(mesh));
+        let rounded = train(&narrow(mesh));
+        for (found, expected) in rounded.losses.iter().zip(&alone.losses) {
+            assert!((found / expected - 1.0).abs() < 2e-2, "{mesh:?}: {found}, not {expected}");
         }
     }
+}
+
+/// Any mesh continues the run of another one, with the optimizer's state.
+#[test]
+fn a_checkpoint_of_parts_resumes_on_another_mesh() {
+    let home = tempfile::tempdir().unwrap();
+    let expected = resumed([1, 1, 1], 0..4, None, None);
+    let saved = home.path().join("saved");
+    resumed([2, 2, 2], 0..2, None, Some(&saved));
+    for mesh in [[1, 1, 1], [1, 4, 1], [2, 1, 4], [1, 2, 2]] {
+        let losses = resumed(mesh, 2..4, Some(&saved), None);
+        for (found, expected) in losses.iter().zip(&expected[2..]) {
+            assert!((found - expected).abs() < 1e-5, "{mesh:?}: {found}, not {expected}");
+        }
+    }
+}
+
+/// The bytes that a rank stores are those of the forecast.
+#[test]
+fn memory_is_that_of_the_forecast() {
+    for [data, context, tensor] in [[2, 1, 1], [1, 2, 2], [2, 2, 2], [1, 1, 8]] {
+        let ranks = on_ranks(data * context * tensor, move |worker| {
+            let options = FsdpOptions::new().with_seed(1).with_tensor_parallel(tensor);
+            let options = options.with_context_parallel(context);
+            let net = Net::new(false, worker.device());
+            let mesh = Mesh::new(worker.rank(), worker.world());
+            let forecast = MemoryForecast::new(&net, mesh, &options)?.with_optimizer(2);
+            let mut net = fully_shard(net, worker, options)?;
+            let mut optimizer = AdamWConfig::new().init();
+            let gradients = gradients(&net, worker, 0)?.1;
+            net = optimizer.step(1e-3, net, gradients);
+            net.stats().record_optimizer(&optimizer)?;
+            let memory = net.stats().memory();
+            let found = [memory.shards, memory.replicated, memory.optimizer].map(|it| it.peak);
+            Ok((found, [forecast.shards, forecast.replicated, forecast.optimizer]))
+        });
+        for (found, expected) in ranks {
+            let differs = |(a, b): (&usize, &usize)| a.abs_diff(*b) as f64 > 0.05 * *b as f64;
+            let close = !found.iter().zip(&expected).any(differs);
+            assert!(close, "{data} x {context} x {tensor}: {found:?}, not {expected:?}");
+        }
+    }
+}
+
+/// A rank that does not come to the exchange of its group is named.
+#[test]
+fn a_stopped_context_parallel_rank_is_named() {
+    let timeout = std::time::Duration::from_secs(1);
+    let options = LaunchOptions::new(4).with_device(Device::flex()).with_timeout(timeout);
+    let error = launch(options, move |worker: Worker| {
+        let options = FsdpOptions::new().with_seed(1).with_context_parallel(2);
+        let net = fully_shard(Net::new(false, worker.device()), &worker, options)?;
+        if worker.rank() == 3 {
+            std::thread::sleep(3 * timeout);
+        }
+        gradients(&net, &worker, 0).map(|_| ())
+    });
+    let text = error.unwrap_err().to_string();
+    assert!(text.contains("rank 3 did not join within"), "{text}");
 }
 
 #[test]

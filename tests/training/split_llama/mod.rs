@@ -1,9 +1,12 @@
 //! Runs that train one Llama on meshes of ranks, which split its matrices and its rows.
 
 use std::ops::Range;
+use std::path::Path;
 
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 use fsdp_runtime::Error;
+use fsdp_runtime::checkpoint::{Checkpoint, Restore};
 use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::nn::AttentionOptions;
 use fsdp_runtime::optim::AdamWConfig;
@@ -207,4 +210,57 @@ pub(crate) fn compare(alone: &Trained, setup: &Setup) {
         let differ = |(a, b): (&f32, &f32)| (a - b).abs() > 1e-3;
         assert!(!found.iter().zip(expected).any(differ), "{what}: {path}");
     }
+}
+
+/// Returns the loss of this rank's words of a batch of all rows, with the number of words that count, and the gradients
+/// of the mean over all words.
+pub(crate) fn gradients(
+    net: &Fsdp<Net>,
+    worker: &Worker,
+    step: usize,
+) -> Result<([f64; 2], GradientsParams), Error> {
+    let (mesh, device) = (net.stats().mesh(), worker.device());
+    let part = mesh.context_part(LENGTH).expect("blocks of whole words");
+    let each = ROWS / mesh.batch_ranks().size();
+    let own = mesh.batch_rank().index() * each;
+    let ids = ids(step, own..own + each, device);
+    let targets = part.of(ids.clone().narrow(1, 1, LENGTH), 1).flatten(0, 1);
+    let counted = targets.clone().not_equal_elem(IGNORED).int().sum();
+    let counted = f64::from(counted.into_scalar::<i32>());
+    let loss = net.forward_loss(part.of(ids.narrow(1, 0, LENGTH), 1), targets, causal());
+    let sum = f64::from(loss.clone().into_scalar::<f32>());
+    Ok(([sum, counted], net.backward_sum(loss, counted)?))
+}
+
+/// Trains some steps on a mesh, resumed from one folder and saved in another, and returns the losses of all words.
+pub(crate) fn resumed(
+    [data, context, tensor]: [usize; 3],
+    steps: Range<usize>,
+    resume: Option<&Path>,
+    save: Option<&Path>,
+) -> Vec<f64> {
+    let (resume, save) = (resume.map(Path::to_path_buf), save.map(Path::to_path_buf));
+    let mut ranks = on_ranks(data * context * tensor, move |worker| {
+        let options = FsdpOptions::new().with_seed(3).with_tensor_parallel(tensor);
+        let options = options.with_context_parallel(context);
+        let mut net = fully_shard(Net::new(true, worker.device()), worker, options)?;
+        let mut optimizer = AdamWConfig::new().init();
+        if let Some(folder) = &resume {
+            let restore = Restore::new().with_model("net", &mut net);
+            restore.with_optimizer("adam", &mut optimizer).load(worker, folder)?;
+        }
+        let mut losses = Vec::new();
+        for step in steps.clone() {
+            let (mut sums, gradients) = gradients(&net, worker, step)?;
+            worker.all_reduce_sum(&mut sums)?;
+            losses.push(sums[0] / sums[1]);
+            net = optimizer.step(1e-3, net, gradients);
+        }
+        if let Some(folder) = &save {
+            let checkpoint = Checkpoint::new(0).with_model("net", &net);
+            checkpoint.with_optimizer("adam", &optimizer).save(worker, folder)?;
+        }
+        Ok(losses)
+    });
+    ranks.swap_remove(0)
 }

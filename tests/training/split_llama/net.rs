@@ -12,8 +12,8 @@ use fsdp_runtime::prelude::*;
 
 pub(crate) const WORDS: usize = 40;
 pub(crate) const HIDDEN: usize = 32;
-pub(crate) const HEADS: usize = 8;
-pub(crate) const KEY_HEADS: usize = 4;
+pub(crate) const HEADS: usize = 16;
+pub(crate) const KEY_HEADS: usize = 8;
 pub(crate) const HEAD_WIDTH: usize = 8;
 pub(crate) const WIDE: usize = 48;
 pub(crate) const ROWS: usize = 8;
