@@ -8,6 +8,7 @@
 
 mod codes;
 mod faults;
+mod meshes;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,6 +20,7 @@ use burn::tensor::{DType, Shape, TensorData};
 
 use self::codes::{all_gather_codes, gather_codes};
 use self::faults::{failure, mismatch, mismatch_of_sizes, time_out, time_out_of_waiting_ranks};
+use self::meshes::groups_of_a_mesh;
 use super::group::AnyProcessGroup;
 use super::op::Op;
 use super::process_group::{ProcessGroup, Reduce, ReduceScatter};
@@ -49,7 +51,7 @@ impl Tested for Flex {
     }
 }
 
-fn checks<B: Tested>() -> [Check; 20] {
+fn checks<B: Tested>() -> [Check; 21] {
     let check = |name, run| Check { name, timeout: LONG, debug: false, run };
     let debug = |check| Check { debug: true, ..check };
     [
@@ -67,6 +69,7 @@ fn checks<B: Tested>() -> [Check; 20] {
         check("broadcast", broadcast::<B>),
         debug(check("ten million elements", ten_million::<B>)),
         check("split", split::<B>),
+        check("groups of a mesh", groups_of_a_mesh::<B>),
         check("issue order", issue_order::<B>),
         Check { timeout: SHORT, ..check("time-out", time_out) },
         Check { timeout: SHORT, ..check("time-out of waiting ranks", time_out_of_waiting_ranks) },
