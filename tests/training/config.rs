@@ -44,7 +44,7 @@ fn parts_of_rows_are_for_programs_that_cut_them() {
     let text = format!("{}parallelism_config:\n  parallelism_config_cp_size: 2\n", guide());
     let (config, _) = Config::parse(&text, "guide.yaml").unwrap();
     let error = config.options::<Net>().unwrap_err().to_string();
-    let expected = "`parallelism_config_cp_size` is `2`, but";
+    let expected = "`parallelism_config_cp_size` is `2`; expected 1, as";
     assert!(error.contains(expected) && error.contains("`options_for_parts`"), "{error}");
     let options = config.options_for_parts::<Net>().unwrap();
     let whole = Config::parse(&guide(), "guide.yaml").unwrap().0.options::<Net>().unwrap();

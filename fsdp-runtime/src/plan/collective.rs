@@ -87,17 +87,14 @@ impl Spread {
             Self { inside, machines: ranks.div_ceil(inside) }
         };
         let tensor = mesh.tensor_size().size();
-        if peers == Peers::Tensor {
-            return of_neighbours(tensor, per_machine);
-        }
+        let devices = per_machine;
         // Each data parallel rank is as many devices as there are tensor parallel ranks.
-        let per_machine = (per_machine / tensor).max(1);
-        let of_neighbours = |ranks| of_neighbours(ranks, per_machine);
+        let per_machine = (devices / tensor).max(1);
         match peers {
-            Peers::Tensor => of_neighbours(1),
-            Peers::Context => of_neighbours(mesh.context_size().size()),
-            Peers::Shard => of_neighbours(shard),
-            Peers::Block(size) => of_neighbours(size),
+            Peers::Tensor => of_neighbours(tensor, devices),
+            Peers::Context => of_neighbours(mesh.context_size().size(), per_machine),
+            Peers::Shard => of_neighbours(shard, per_machine),
+            Peers::Block(size) => of_neighbours(size, per_machine),
             Peers::Replicas => {
                 let replicas = mesh.replicas().size();
                 let inside = (per_machine / shard).clamp(1, replicas);
@@ -234,6 +231,15 @@ mod tests {
         assert_eq!(spread(Peers::Replicas, 64, 8), (1, 8));
         assert_eq!(spread(Peers::Replicas, 64, 2), (4, 8));
         assert_eq!(spread(Peers::Block(8), 64, 64), (8, 1));
+        // Two machines, each with two data parallel ranks of four devices.
+        let mesh = Mesh::new(Rank::ZERO, WorldSize::new(16).unwrap());
+        let mesh = mesh.tensor_parallel(4).unwrap().context_parallel(2).unwrap();
+        let spread = |peers| {
+            let spread = Spread::new(peers, mesh, 8);
+            (spread.inside, spread.machines)
+        };
+        let peers = [Peers::Tensor, Peers::Context, Peers::Shard];
+        assert_eq!(peers.map(spread), [(4, 1), (2, 1), (2, 2)]);
     }
 
     #[test]

@@ -226,7 +226,7 @@ mod tests {
     use burn::tensor::{Device, Distribution};
 
     use super::*;
-    use crate::backend::ops::{MaskSource, Segments};
+    use crate::backend::ops::{KeyRanges, MaskSource, Segments};
 
     const SOURCE: MaskSource = MaskSource { key: [5, 6], counter: [7, 8], prob: 0.3 };
 
@@ -353,6 +353,57 @@ mod tests {
             for (at, (a, b)) in found.iter().zip(expected).enumerate() {
                 let close = (a - b).abs() < 2e-5 * b.abs().max(1.0);
                 assert!(close, "{a} {b} at {at}, {rule:?}, {key_heads} key heads, {dtype:?}");
+            }
+        }
+    }
+
+    /// The queries of a context parallel rank see the keys of whole rows by a range each: results and gradients are
+    /// those of the same queries among all.
+    #[test]
+    fn some_queries_of_a_row_have_the_results_that_they_have_among_all() {
+        let numbers_of_segments: Vec<i64> = (0..320).map(|at| i64::from(at % 160 > 70)).collect();
+        let segments = Segments::new(&numbers_of_segments, 160).ok();
+        let causal = AttentionRule { causal: true, ..AttentionRule::new(0.3) };
+        let window = AttentionRule { window: Some(21), ..causal.clone() };
+        let packed = AttentionRule { segments, ..causal.clone() };
+        let mut cases = vec![(Device::flex(), DType::F32), (Device::flex(), DType::F64)];
+        #[cfg(feature = "cpu")]
+        cases.push((Device::cpu(), DType::F32));
+        // Two blocks, of which no tile has the length.
+        let own: Vec<usize> = (20..60).chain(100..140).collect();
+        for (device, dtype) in cases {
+            let bias = Tensor::<2>::zeros([2, 160], (&device, dtype));
+            let bias = bias.slice_fill([1..2, 3..9], f32::NEG_INFINITY);
+            for rule in [&causal, &window, &packed] {
+                let device = device.clone().autodiff();
+                let of_flex = tensors([160, 160], 2, dtype);
+                let all = of_flex.map(|tensor| {
+                    Tensor::<4>::from_data(tensor.into_data(), (&device, dtype)).require_grad()
+                });
+                let indices: Vec<i64> = own.iter().map(|at| *at as i64).collect();
+                let indices = Tensor::<1, burn::tensor::Int>::from_ints(&indices[..], &device);
+                let ranges = KeyRanges::new(rule, [160, 160]);
+                let of_row = |row: usize| own.iter().map(move |query| (row, *query));
+                let table = (0..2).flat_map(of_row).map(|(row, query)| {
+                    let seen = ranges.of_query(row, query);
+                    [seen.start as u32, seen.end as u32]
+                });
+                let table = Segments::of_ranges(table.collect(), own.len());
+                let of_part = AttentionRule { segments: Some(table), ..AttentionRule::new(0.3) };
+                let bias = Some(bias.clone());
+                let whole = attention_tracked(all.each_ref(), bias.clone(), rule).unwrap();
+                let part = all[0].clone().select(2, indices.clone());
+                let part = attention_tracked([&part, &all[1], &all[2]], bias, &of_part).unwrap();
+                let results = [whole.select(2, indices), part].map(|output| {
+                    let gradients = output.clone().powi_scalar(2).sum().backward();
+                    let grads = all.each_ref().map(|tensor| tensor.grad(&gradients).unwrap());
+                    [output.inner()].into_iter().chain(grads).flat_map(numbers).collect::<Vec<_>>()
+                });
+                let [whole, part] = &results;
+                for (at, (a, b)) in part.iter().zip(whole).enumerate() {
+                    let close = (a - b).abs() < 2e-5 * b.abs().max(1.0);
+                    assert!(close, "{a} {b} at {at}, {rule:?}, {device:?}, {dtype:?}");
+                }
             }
         }
     }
