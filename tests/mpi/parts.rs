@@ -62,7 +62,10 @@ impl Parts {
 pub fn train(worker: &Worker) -> Result<String, Error> {
     let options = FsdpOptions::new().with_seed(2).with_tensor_parallel(2);
     let rows = options.clone().with_context_parallel(2).with_sequence_parallel(true);
-    Ok(format!("{} {}", train_with(worker, options)?, train_with(worker, rows)?))
+    let half = MixedPrecisionPolicy::new().with_param_dtype(burn::tensor::FloatDType::BF16);
+    let in_half = rows.clone().with_mixed_precision(half);
+    let runs = [options, rows, in_half].map(|options| train_with(worker, options));
+    Ok(runs.into_iter().collect::<Result<Vec<_>, _>>()?.join(" "))
 }
 
 fn train_with(worker: &Worker, options: FsdpOptions) -> Result<String, Error> {

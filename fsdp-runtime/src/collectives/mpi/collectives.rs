@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
+use burn::tensor::DType;
 
 use super::group::MpiGroup;
 use super::transfer::{Expected, Receive};
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::{Float, ShardBackend, numel};
+use crate::backend::{Float, ShardBackend, cast, numel};
 use crate::collectives::op::Op;
 use crate::collectives::process_group::{ProcessGroup, ReduceScatter};
 use crate::collectives::regions::{BroadcastRoot, MemberRegions, Reduction};
@@ -25,6 +26,12 @@ impl MpiGroup {
         (to, lens): (Option<usize>, Vec<Option<usize>>),
         own: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
+        // Regions of members have f32 elements, which hold those of half precision.
+        let half = own
+            .as_ref()
+            .map(TensorMetadata::dtype)
+            .filter(|it| [DType::BF16, DType::F16].contains(it));
+        let own = own.map(|own| if half.is_some() { cast::<B>(own, DType::F32) } else { own });
         let receives = to.is_none_or(|to| to == self.index);
         let has_region = |member| receives && member != self.index;
         let regions = MemberRegions::<B>::new(device, lens, has_region);
@@ -40,7 +47,14 @@ impl MpiGroup {
                 }
             }
         })?;
-        Ok(if receives { regions.into_tensors(self.index, own) } else { Vec::new() })
+        let tensors = if receives { regions.into_tensors(self.index, own) } else { Vec::new() };
+        Ok(match half {
+            Some(dtype) => {
+                let narrow = |tensor: Option<_>| tensor.map(|tensor| cast::<B>(tensor, dtype));
+                tensors.into_iter().map(narrow).collect()
+            }
+            None => tensors,
+        })
     }
 }
 

@@ -37,7 +37,8 @@ impl<B: ModelBackend> Schedule<B> {
         let device = self.device.clone();
         let sums = self.issue(group, move |group| {
             let keep = |member| {
-                let len = if member == own { numel } else { 0 };
+                // Engines give a rank its whole shard.
+                let len = if member == own { padded } else { 0 };
                 Reduce { range: 0..len, shape: vec![len], segment: Some(member), dtype }
             };
             let keep: Vec<_> = (0..members.size()).map(keep).collect();
@@ -46,6 +47,7 @@ impl<B: ModelBackend> Schedule<B> {
             ProcessGroup::<Raw<B>>::reduce_scatter(group, &op, &device, request)
         });
         let sum = sums.wait()?.swap_remove(own).expect("each rank gives a tensor");
+        let sum = if padded > numel { narrowed::<Raw<B>>(&sum, 0, 0..numel) } else { sum };
         Ok(cast::<Raw<B>>(sum, dtype))
     }
 }
