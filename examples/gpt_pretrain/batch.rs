@@ -78,9 +78,7 @@ impl Blocks {
             Tensor::from_data(TensorData::new(target, [all]), device),
         ))
     }
-}
 
-impl Blocks {
     /// Copies this rank's part of blocks to a device, as [`batch`](Self::batch) does. Of an incomplete block the end
     /// is left out that the ranks of `mesh` cannot share.
     ///

@@ -83,12 +83,11 @@ impl Sharding {
         }
         options
     }
-}
 
-impl Sharding {
-    /// Returns the number of ranks that take different samples, of `ranks` ranks.
-    pub const fn batch_ranks(&self, ranks: usize) -> usize {
-        ranks / (self.tensor_parallel * self.context_parallel)
+    /// Returns the number of ranks that take different samples, of `ranks` ranks. It is at least 1:
+    /// [`fully_shard`] reports numbers of ranks that do not divide.
+    pub fn batch_ranks(&self, ranks: usize) -> usize {
+        (ranks / (self.tensor_parallel * self.context_parallel)).max(1)
     }
 
     /// Returns the number of blocks that a sample is cut in.

@@ -74,6 +74,9 @@ fn the_losses_do_not_depend_on_how_ranks_share_the_work() {
     }
     let error = run_with("--world-size 3 --tp 3").unwrap_err();
     assert!(error.to_string().contains("--tp 3: the model has 4 heads"), "{error:#}");
+    let error = run_with("--world-size 2 --tp 4").unwrap_err();
+    let expected = "2 ranks cannot be split into groups of 4 tensor parallel ranks";
+    assert!(format!("{error:#}").contains(expected), "{error:#}");
     let error = run_with("--world-size 3 --cp 3").unwrap_err();
     assert!(error.to_string().contains("is no multiple of 6"), "{error:#}");
 }

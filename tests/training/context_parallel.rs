@@ -12,7 +12,7 @@ use fsdp_runtime::optim::AdamWConfig;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::{Error, Mesh};
 
-use crate::split_llama::{Block, Net, Setup, Sight, compare, gradients, resumed, train};
+use crate::split_llama::{Block, Net, Setup, Sight, compare, gradients, resumed, train, variants};
 use crate::support::on_ranks;
 
 #[test]
@@ -33,13 +33,7 @@ fn strategies_recomputation_and_accumulation_change_nothing() {
     let base = || FsdpOptions::new().with_seed(3);
     let setup = |options: FsdpOptions| Setup { options, steps: 6, ..Setup::mesh([2, 2, 1]) };
     let alone = train(&Setup { data: 1, context: 1, ..setup(base()) });
-    let layers = ActivationCheckpointing::Units(unit_types![Block]);
-    for options in [
-        base().with_strategy(ShardingStrategy::NoShard),
-        base().with_strategy(ShardingStrategy::ShardGradOp),
-        base().with_strategy(ShardingStrategy::HybridShard).with_shard_size(2),
-        base().with_activation_checkpointing(layers),
-    ] {
+    for options in variants(&base(), 2) {
         compare(&alone, &setup(options));
     }
     compare(&alone, &Setup { micro_batches: 2, ..setup(base()) });

@@ -16,7 +16,7 @@ use fsdp_runtime::prelude::*;
 use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
 
 use crate::split_llama::{
-    Block, HIDDEN, LENGTH, Net, ROWS, Setup, causal, compare, ids, resumed, train,
+    Block, HIDDEN, LENGTH, Net, ROWS, Setup, causal, compare, ids, resumed, train, variants,
 };
 use crate::support::on_ranks;
 
@@ -33,14 +33,7 @@ fn losses_are_those_of_whole_matrices() {
 fn strategies_and_recomputation_change_nothing() {
     let alone = train(&Setup::new(1, 1));
     let setup = |options: FsdpOptions| Setup { options, ..Setup::new(2, 2) };
-    let base = || FsdpOptions::new().with_seed(3);
-    let layers = ActivationCheckpointing::Units(unit_types![Block]);
-    for options in [
-        base().with_strategy(ShardingStrategy::NoShard),
-        base().with_strategy(ShardingStrategy::ShardGradOp),
-        base().with_strategy(ShardingStrategy::HybridShard).with_shard_size(1),
-        base().with_activation_checkpointing(layers),
-    ] {
+    for options in variants(&FsdpOptions::new().with_seed(3), 1) {
         compare(&alone, &setup(options));
     }
 }

@@ -2,8 +2,8 @@
 //! the visitors and mappers over its parameters, and the values that a unit's forward takes and
 //! returns.
 //!
-//! Order of the files, from the bottom up: `node`, `random`, `adapter`, `exchange`, `runtime`, `running`, `param`, `contract`, `path`,
-//! `containers`, `opaque`, `burn_nn`, `unit_type`, `unit_value`, `const_check`, `lora`.
+//! Order of the files, from the bottom up: `node`, `random`, `adapter`, `exchange`, `runtime`, `running`, `param`,
+//! `contract`, `path`, `containers`, `opaque`, `burn_nn`, `unit_type`, `unit_value`, `const_check`, `lora`.
 
 mod adapter;
 mod burn_nn;

@@ -106,6 +106,18 @@ impl Setup {
     }
 }
 
+/// Returns options that change no loss: the other strategies, with shard groups of `shard_size` ranks, and recomputation.
+pub(crate) fn variants(base: &FsdpOptions, shard_size: usize) -> [FsdpOptions; 4] {
+    let layers = ActivationCheckpointing::Units(unit_types![Block]);
+    let hybrid = base.clone().with_strategy(ShardingStrategy::HybridShard);
+    [
+        base.clone().with_strategy(ShardingStrategy::NoShard),
+        base.clone().with_strategy(ShardingStrategy::ShardGradOp),
+        hybrid.with_shard_size(shard_size),
+        base.clone().with_activation_checkpointing(layers),
+    ]
+}
+
 /// What a run gives: losses of the whole batch, gradient norms, and the whole parameters.
 pub(crate) struct Trained {
     pub(crate) losses: Vec<f64>,

@@ -18,8 +18,11 @@ pub(super) struct Context {
 
 impl Context {
     /// Returns the context parallel ranks of the model whose forward runs on this thread, if there are some, for
-    /// parts of these numbers of queries and keys. Unwinds with the error if no part has as many.
+    /// parts of these numbers of queries and keys. Unwinds with the error if no part has as many, or if the queries
+    /// are a part of the sequence under sequence parallel.
     pub(super) fn current([queries, keys]: [usize; 2]) -> Option<Self> {
+        let checked = RunningForward::current()?.check_positions(queries);
+        checked.unwrap_or_else(|error| raise(error));
         let ((queries, runtime), (keys, _)) =
             (RunningForward::part(queries)?, RunningForward::part(keys)?);
         Some(Self { runtime, queries, keys })

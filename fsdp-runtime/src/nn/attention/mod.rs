@@ -10,8 +10,6 @@ use self::composed::composed;
 use self::context::Context;
 pub use self::options::AttentionOptions;
 use crate::backend::ops::{AttentionRule, attention_tracked};
-use crate::error::raise;
-use crate::module::RunningForward;
 
 /// Returns the bytes that [`attention`] keeps for backward, if a tensor is tracked and there is no padding
 /// mask: query, key, value, output, and a number for each query. For
@@ -103,11 +101,9 @@ pub fn attention(
     value: Tensor<4>,
     options: AttentionOptions,
 ) -> Tensor<4> {
-    if let Some(runtime) = RunningForward::current() {
-        runtime.check_positions(query.dims()[2]).unwrap_or_else(|error| raise(error));
-    }
-    let context = Context::current([query.dims()[2], key.dims()[2]]);
-    let lengths = context.as_ref().map_or([query.dims()[2], key.dims()[2]], Context::lengths);
+    let own = [query.dims()[2], key.dims()[2]];
+    let context = Context::current(own);
+    let lengths = context.as_ref().map_or(own, Context::lengths);
     check_shapes([&query, &key, &value], lengths, &options);
     let width = query.dims()[3];
     let device = query.device();

@@ -1,6 +1,7 @@
 //! Attention among context parallel ranks: keys and values of whole rows, and the sums of their gradients.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
@@ -35,7 +36,7 @@ impl<B: ModelBackend> Schedule<B> {
 
     /// Checks, at the end of a backward pass, that attention knew of the other context parallel ranks.
     pub(super) fn check_context(&self) -> Result<(), Error> {
-        let exchanges = self.counters.read().context_exchanges;
+        let exchanges = self.counters.context_exchanges.load(Ordering::Relaxed);
         match self.settings.groups.context.is_some() && exchanges == 0 {
             true => Err(ScheduleError::NoContextAttention.into()),
             false => Ok(()),
