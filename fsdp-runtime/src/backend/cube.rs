@@ -16,10 +16,10 @@ use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-#[cfg(feature = "nccl")]
-use cubecl::cuda::CudaRuntime;
 use cubecl::server::Handle;
 use fsdp_kernels::cube::{BufferSlice, contiguous, copy, decode_into, empty, fill, pack_into};
+#[cfg(feature = "nccl")]
+use fsdp_kernels::cube::{Lent, lend};
 use fsdp_kernels::{Kernels, Norm, cast, takes};
 
 use super::fence::Fence;
@@ -73,6 +73,18 @@ fn read(tensor: CubeTensor) -> Bytes {
     // `into_data` would be lazy: its bytes hold the device allocation for their whole life.
     let handle = BufferSlice::of(&tensor).into_handle(tensor.shape().num_elements());
     tensor.client.read_one(handle).expect("a computed tensor can be read")
+}
+
+/// Returns a buffer of CubeCL's CPU device for an imitation of NCCL, after all work on it has run.
+#[cfg(all(test, feature = "nccl", feature = "cpu"))]
+fn host_buffer(memory: &Memory) -> Result<DeviceMemory, String> {
+    type Server = <cubecl::cpu::CpuRuntime as cubecl_runtime::runtime::Runtime>::Server;
+    <CubeBackend as burn::backend::Backend>::sync(&memory.device)
+        .map_err(|error| error.to_string())?;
+    let buffer = memory.device.client().get_resource::<Server>(memory.handle.clone());
+    let buffer = buffer.map_err(|error| error.to_string())?;
+    let start = buffer.resource().read().as_ptr().expose_provenance() as u64;
+    Ok(DeviceMemory { start, stream: 0, _held: Box::new(buffer) })
 }
 
 impl ShardBackend for CubeBackend {
@@ -184,18 +196,19 @@ impl ShardBackend for CubeBackend {
 
     #[cfg(feature = "nccl")]
     fn device_memory(memory: &Memory) -> Result<DeviceMemory, String> {
-        type Server = <CudaRuntime as cubecl_runtime::runtime::Runtime>::Server;
-        let CubeDevice::Cuda(_) = &memory.device else {
-            return Err(format!("NCCL needs CUDA devices, but {:?} is none", memory.device));
-        };
-        let client = memory.device.client();
         memory.last_reads().wait();
-        // Requesting the resource puts the wait into effect for work outside of CubeCL: it runs on
-        // this thread's stream, as a kernel that binds the handle would.
-        let buffer = client.get_resource::<Server>(memory.handle.clone());
-        let buffer = buffer.map_err(|error| format!("CubeCL: {error}"))?;
-        let start = buffer.resource().ptr;
-        Ok(DeviceMemory { start, _held: Box::new(buffer) })
+        #[cfg(test)]
+        stream_order::writes(&memory.handle);
+        match &memory.device {
+            // The request puts the wait into effect for work outside of CubeCL.
+            CubeDevice::Cuda(device) => {
+                let Lent { address, stream, held } = lend(device, memory.handle.clone())?;
+                Ok(DeviceMemory { start: address, stream, _held: held })
+            }
+            #[cfg(all(test, feature = "cpu"))]
+            CubeDevice::Cpu(_) => host_buffer(memory),
+            other => Err(format!("NCCL needs CUDA devices, but {other:?} is none")),
+        }
     }
 
     fn copy_range(tensor: CubeTensor, range: Range<usize>, shape: Shape) -> CubeTensor {

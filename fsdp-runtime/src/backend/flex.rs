@@ -275,7 +275,7 @@ impl ShardBackend for Flex {
     fn device_memory(memory: &Memory) -> Result<DeviceMemory, String> {
         if cfg!(test) {
             let start = memory.block.start.as_ptr().expose_provenance() as u64;
-            return Ok(DeviceMemory { start, _held: Box::new(memory.block.clone()) });
+            return Ok(DeviceMemory { start, stream: 0, _held: Box::new(memory.block.clone()) });
         }
         Err("a tensor on Flex is in host memory, but NCCL needs CUDA devices".into())
     }

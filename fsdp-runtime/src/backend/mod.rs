@@ -28,8 +28,6 @@ pub(crate) use self::model_backend::{
     cast_model, check_device, clone_device, finish, host_device, is_flex, unsupported_device,
     with_backend,
 };
-#[cfg(feature = "nccl")]
-pub(crate) use self::shard_backend::DeviceMemory;
 pub(crate) use self::shard_backend::{ShardBackend, bytes, decoded, encoded, numel};
 pub(crate) use self::stored_tensor::{StorageDevice, StoredLeaf, StoredTensor, new_leaf};
 pub use fsdp_kernels::Norm;

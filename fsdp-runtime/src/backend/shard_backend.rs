@@ -25,12 +25,14 @@ use fsdp_kernels::{Float, Kernels, Norm, cast, codes, takes};
 
 use crate::layout::StorageType;
 
-/// Address of a buffer on a CUDA device. The buffer is neither moved nor freed while this value
-/// lives.
+/// Address of a buffer on a CUDA device, and the stream for work on it. The buffer is neither moved nor
+/// freed while this value lives.
 #[cfg(feature = "nccl")]
 pub(crate) struct DeviceMemory {
     /// Device address of the first element.
     pub(crate) start: u64,
+    /// CubeCL's stream of the thread that asked, a `CUstream`; 0 in host memory.
+    pub(crate) stream: u64,
     /// Resources of CubeCL that keep the buffer allocated.
     pub(super) _held: Box<dyn std::any::Any + Send>,
 }
@@ -115,9 +117,10 @@ pub(crate) trait ShardBackend: Kernels {
     #[cfg(feature = "mpi")]
     fn host(tensor: Float<Self>) -> Self::Host;
 
-    /// Returns the buffer's device address, for code outside Burn, or the reason why it has none.
+    /// Returns the buffer's device address and the calling thread's stream, for a library that reads and
+    /// writes the buffer, or the reason why it has none.
     ///
-    /// Work that the calling thread's stream runs afterwards comes after the reads that the last
+    /// Work that is put on the stream afterwards comes after the reads that the last
     /// [`release`](Self::release) covers, and after the calling thread's own writes.
     #[cfg(feature = "nccl")]
     fn device_memory(memory: &Self::Memory) -> Result<DeviceMemory, String>;

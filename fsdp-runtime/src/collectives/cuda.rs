@@ -21,9 +21,9 @@ pub const OLDEST_NCCL: NcclVersion = NcclVersion { major: 2, minor: 18, patch: 0
 /// Environment variable with the path of NCCL's library, for systems whose loader does not find it.
 pub const NCCL_VARIABLE: &str = "FSDP_NCCL_LIBRARY";
 
-/// Environment variable that orders the collectives of NCCL after CubeCL's work on the device if it
-/// is `1`, in place of a wait on the host. No GPU has run this.
-pub const STREAM_ORDER_VARIABLE: &str = "FSDP_NCCL_STREAM_ORDER";
+/// Environment variable that puts the collectives of NCCL on a stream of their own if it is `0`. The
+/// host then waits before and after each. By default they run on CubeCL's stream, and nobody waits.
+pub const NCCL_STREAM_VARIABLE: &str = "FSDP_NCCL_STREAM";
 
 /// A GPU that the CUDA driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]

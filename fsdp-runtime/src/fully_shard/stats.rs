@@ -111,8 +111,9 @@ impl<M> Stats<'_, M> {
     /// time the rank waited for them. Both include the delays of other ranks; the difference
     /// overlapped with this rank's computation.
     ///
-    /// On CubeCL devices with the engine `local` it is the time that the host takes to issue the
-    /// collectives; the device runs them later.
+    /// On CubeCL devices it is the time that the host takes to issue the collectives; the device runs
+    /// them later. With the environment variable `FSDP_NCCL_STREAM` at `0` the engine `nccl` waits
+    /// for their end.
     pub fn communication_time(&self) -> (Duration, Duration) {
         self.model.schedule.communication_time()
     }

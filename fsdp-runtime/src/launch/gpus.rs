@@ -58,6 +58,30 @@ pub(super) fn threads<T: Send + 'static>(
     super::threads::run(&hub, world, joined, options, program)
 }
 
+/// Runs two ranks as threads on one device, over a NCCL that works in host memory.
+#[cfg(all(test, feature = "cpu"))]
+pub(crate) fn two_ranks_on_host(
+    device: &Device,
+    program: impl Fn(&super::Worker) -> Result<(), crate::Error> + Send + Sync + 'static,
+) -> Result<(), LaunchError> {
+    use crate::collectives::nccl::fake;
+    let world = WorldSize::new(2).expect("two ranks are a world");
+    let options = LaunchOptions::new(2);
+    let hub = Hub::new(world, options.timeout, false);
+    let heartbeats = Heartbeats::new(world);
+    let join = |rank: Rank| {
+        let host = HostGroup::thread(hub.clone(), heartbeats.clone(), rank);
+        let group = NcclGroup::on_host(host, fake::library(), true).expect("a communicator");
+        (AnyProcessGroup::Nccl(group), device.clone().autodiff())
+    };
+    let ends = std::thread::scope(|scope| {
+        let joining: Vec<_> = world.ranks().map(|rank| scope.spawn(move || join(rank))).collect();
+        joining.into_iter().map(|joining| joining.join().expect("a rank")).collect()
+    });
+    let program = Arc::new(move |worker| program(&worker).map_err(BoxedError::from));
+    super::threads::run(&hub, world, ends, &options, program).map(drop)
+}
+
 /// Runs the rank of this process, and returns its result.
 pub(super) fn run<T: Send + 'static>(
     env: &RankEnv,

@@ -34,6 +34,8 @@ pub use crate::collectives::cuda;
 pub use self::engine::Engine;
 pub use self::error::EngineError;
 pub use self::exchange::ReduceOp;
+#[cfg(all(test, feature = "cpu", feature = "nccl"))]
+pub(crate) use self::gpus::two_ranks_on_host;
 pub use self::options::{DEBUG_VARIABLE, LaunchOptions};
 pub use self::start::launch;
 pub use self::worker::Worker;

@@ -68,6 +68,17 @@ fn found(missing: Option<Waits>, options: &FsdpOptions) -> Vec<String> {
     })
 }
 
+/// As [`found`], with NCCL in host memory, whose collectives are on the streams of the communication
+/// threads.
+#[cfg(feature = "nccl")]
+fn found_over_nccl(missing: Option<Waits>, options: &FsdpOptions) -> Vec<String> {
+    violations(missing, || {
+        let options = options.clone();
+        let program = move |worker: &Worker| train(worker, &options);
+        crate::launch::two_ranks_on_host(&Device::cpu(), program).unwrap();
+    })
+}
+
 fn options() -> [FsdpOptions; 5] {
     let plain = FsdpOptions::new();
     [
@@ -105,6 +116,33 @@ fn the_record_shows_each_fence_that_is_missing() {
         (waits("backend/cube.rs", true), &offloaded),
     ] {
         let found = found(Some(missing), options);
+        assert!(!found.is_empty(), "without the waits of {missing:?} nothing is found");
+    }
+}
+
+#[test]
+#[cfg(feature = "nccl")]
+fn fences_order_collectives_of_nccl_on_the_streams_of_cubecl() {
+    for options in options() {
+        let found = found_over_nccl(None, &options);
+        assert!(found.is_empty(), "{options:?}\n{}", found.join("\n"));
+    }
+}
+
+#[test]
+#[cfg(feature = "nccl")]
+fn the_record_shows_each_fence_that_is_missing_around_nccl() {
+    let waits = |file, on_comm_thread| Waits { file, on_comm_thread };
+    let [plain, ..] = options();
+    for missing in [
+        // Shards after an optimizer's step, and gradients, before the collective.
+        waits("collectives/device_work.rs", true),
+        // Gathered parameters and reduced gradients, after it.
+        waits("collectives/device_work.rs", false),
+        // A gather buffer after its last reads.
+        waits("backend/cube.rs", true),
+    ] {
+        let found = found_over_nccl(Some(missing), &plain);
         assert!(!found.is_empty(), "without the waits of {missing:?} nothing is found");
     }
 }

@@ -26,6 +26,8 @@ mod gelu;
 mod iota;
 mod kernels;
 mod launch;
+#[cfg(feature = "cuda")]
+mod lend;
 mod linear;
 mod mean;
 mod normalization;
@@ -52,6 +54,8 @@ pub use self::copy::{copy, fill, pack_into};
 pub use self::decode::decode_into;
 #[cfg(feature = "cpu")]
 pub use self::device::cpu_rounds_to_bf16;
+#[cfg(feature = "cuda")]
+pub use self::lend::{Lent, lend};
 #[cfg(feature = "cuda")]
 pub use self::product::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
 pub use self::tensors::{contiguous, empty};

@@ -111,6 +111,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
                 })
             }?;
         }
+        self.finish()?;
         Ok(if receives { regions.into_tensors(own, shard) } else { Vec::new() })
     }
 
@@ -136,6 +137,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         let shapes = self.exchange(op, tensor.as_ref().map(|tensor| tensor.shape().to_vec()))?;
         let root = BroadcastRoot::find(&shapes);
         let mut tensors = self.broadcast_each::<B>(op, device, root.lens, tensor)?;
+        self.finish()?;
         let full = tensors.swap_remove(root.index);
         Ok(B::float_reshape(full.expect("the root passes the tensor"), root.shape))
     }

@@ -3,15 +3,17 @@
 //! It is formed with `blocking = 0`: every call returns at once, and [`Watch`] polls for the end of
 //! what NCCL has in progress, for failures of other ranks and for the time-out. After a failure, of
 //! this rank or a peer, the communicator is aborted, which ends its kernels, and is not used again.
+//!
+//! [`NcclCommunicator::start`] returns once NCCL has put a collective on the stream, and
+//! [`NcclCommunicator::wait_for`] once the GPU has completed it.
 
 use std::ffi::{c_int, c_void};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use super::ready_word::Ready;
 use super::result::{Queue, Status};
-use super::stream::CollectiveStream;
+use super::stream::{Gpu, Mark, Stream};
 use super::sys::{Library, ncclComm_t, ncclDataType_t, ncclUniqueId};
 use super::watch::{Interruption, Watch};
 use crate::collectives::cuda::NcclError;
@@ -32,7 +34,7 @@ unsafe impl Send for Handle {}
 #[derive(Debug)]
 pub(super) struct NcclCommunicator {
     library: Arc<Library>,
-    stream: Arc<CollectiveStream>,
+    gpu: Arc<Gpu>,
     handle: Mutex<Handle>,
 }
 
@@ -41,14 +43,14 @@ impl NcclCommunicator {
     /// them call it.
     pub(super) fn new(
         library: Arc<Library>,
-        stream: Arc<CollectiveStream>,
+        gpu: Arc<Gpu>,
         id: ncclUniqueId,
         size: usize,
         rank: usize,
         watch: &mut Watch<'_>,
     ) -> Result<Self, Interruption> {
-        stream.bind()?;
-        let mut formed = Self { library, stream, handle: Mutex::new(Handle(std::ptr::null_mut())) };
+        gpu.bind()?;
+        let mut formed = Self { library, gpu, handle: Mutex::new(Handle(std::ptr::null_mut())) };
         let handle = formed.handle.get_mut().ignore_poison();
         // SAFETY: the context is current, and NCCL writes the handle before the call returns.
         unsafe { formed.library.init_rank(&mut handle.0, int(size), id, int(rank)) }?;
@@ -63,7 +65,7 @@ impl NcclCommunicator {
         key: usize,
         watch: &mut Watch<'_>,
     ) -> Result<Self, Interruption> {
-        self.stream.bind()?;
+        self.gpu.bind()?;
         let parent = self.lock();
         // The handle is boxed because NCCL writes it later if the call is still in progress.
         let mut part = Box::new(std::ptr::null_mut());
@@ -80,8 +82,13 @@ impl NcclCommunicator {
             self.abort();
             return Err(interruption);
         }
-        let (library, stream) = (self.library.clone(), self.stream.clone());
-        Self { library, stream, handle: Mutex::new(Handle(*part)) }.wait_until_ready(watch)
+        let (library, gpu) = (self.library.clone(), self.gpu.clone());
+        Self { library, gpu, handle: Mutex::new(Handle(*part)) }.wait_until_ready(watch)
+    }
+
+    /// Returns the stream of collectives that wait on the host.
+    pub(super) fn own_stream(&self) -> Stream {
+        self.gpu.own_stream()
     }
 
     fn lock(&self) -> MutexGuard<'_, Handle> {
@@ -109,30 +116,28 @@ impl NcclCommunicator {
         Ok(())
     }
 
-    /// Runs the collectives that `queue` queues, as one NCCL group, and waits for their end. They
-    /// begin once `ready` holds, if it is given. On an error the communicator is aborted.
+    /// Puts the collectives that `queue` queues on a stream, as one NCCL group. Returns marks of their
+    /// begin and end. On an error the communicator is aborted.
     ///
     /// # Safety
     ///
-    /// The memory of the collectives must stay valid until this function returns `Ok`, and forever
-    /// if it does not.
-    pub(super) unsafe fn run(
+    /// The stream belongs to the communicator's GPU. The memory of the collectives must stay valid
+    /// until the mark of their end is reached, and forever if this function fails or
+    /// [`wait_for`](Self::wait_for) does.
+    pub(super) unsafe fn start(
         &self,
         dtype: ncclDataType_t,
-        ready: Option<Ready>,
+        stream: Stream,
         watch: &mut Watch<'_>,
         queue: impl FnOnce(&Collectives<'_>) -> Result<(), NcclError>,
-    ) -> Result<(), Interruption> {
-        self.stream.bind()?;
+    ) -> Result<Marks, Interruption> {
+        self.gpu.bind()?;
         let handle = self.lock();
         if handle.0.is_null() {
-            let (call, reason) = ("a collective", "the communicator has been aborted".into());
-            return Err(NcclError::Call { call, reason }.into());
+            return Err(aborted().into());
         }
-        let waits = ready.map_or(Ok(()), |ready| self.stream.wait_for(ready));
-        let outcome = waits
-            .map_err(Interruption::from)
-            .and_then(|()| self.run_on(handle.0, dtype, watch, queue));
+        // SAFETY: as the caller promises.
+        let outcome = unsafe { self.start_on(handle.0, dtype, stream, watch, queue) };
         drop(handle);
         if outcome.is_err() {
             self.abort();
@@ -140,14 +145,20 @@ impl NcclCommunicator {
         outcome
     }
 
-    fn run_on(
+    /// # Safety
+    ///
+    /// As [`start`](Self::start).
+    unsafe fn start_on(
         &self,
         comm: ncclComm_t,
         dtype: ncclDataType_t,
+        stream: Stream,
         watch: &mut Watch<'_>,
         queue: impl FnOnce(&Collectives<'_>) -> Result<(), NcclError>,
-    ) -> Result<(), Interruption> {
-        let on_stream = Queue { comm, stream: self.stream.handle(), dtype };
+    ) -> Result<Marks, Interruption> {
+        // SAFETY: the caller promises that the stream belongs to the GPU.
+        let begin = unsafe { self.gpu.mark(stream) }?;
+        let on_stream = Queue { comm, stream: stream.handle(), dtype };
         self.library.group_start()?;
         let queued = queue(&Collectives { library: &self.library, queue: on_stream });
         let started = self.library.group_end(comm);
@@ -155,14 +166,50 @@ impl NcclCommunicator {
         started?;
         // While the call is in progress, NCCL has not yet put the collectives on the stream.
         self.wait_for_call(comm, watch)?;
+        // SAFETY: as above.
+        let end = unsafe { self.gpu.mark(stream) }?;
+        Ok(Marks { begin, end })
+    }
+
+    /// Waits until the GPU has completed collectives. The time-out counts from when the GPU has reached
+    /// their begin. On an error the communicator is aborted.
+    pub(super) fn wait_for(
+        &self,
+        marks: &Marks,
+        watch: &mut Watch<'_>,
+    ) -> Result<(), Interruption> {
+        let outcome = self.poll(marks, watch);
+        if outcome.is_err() {
+            self.abort();
+        }
+        outcome
+    }
+
+    fn poll(&self, marks: &Marks, watch: &mut Watch<'_>) -> Result<(), Interruption> {
+        self.gpu.bind()?;
+        let mut has_begun = false;
         loop {
-            // SAFETY: `comm` is a communicator that this type has formed.
-            unsafe { self.library.async_error(comm) }?;
-            if self.stream.is_done()? {
+            self.check()?;
+            if marks.end.is_reached()? {
                 return Ok(());
+            }
+            has_begun = has_begun || marks.begin.is_reached()?;
+            if !has_begun {
+                watch.restart();
             }
             watch.pause()?;
         }
+    }
+
+    /// Returns the error of an earlier collective, or that of a communicator that has been aborted.
+    fn check(&self) -> Result<(), NcclError> {
+        // A thread that holds the lock looks for errors itself.
+        let Ok(handle) = self.handle.try_lock() else { return Ok(()) };
+        if handle.0.is_null() {
+            return Err(aborted());
+        }
+        // SAFETY: the handle is that of a communicator, and the lock is held.
+        unsafe { self.library.async_error(handle.0) }.map(drop)
     }
 
     /// Aborts the communicator and its kernels.
@@ -174,11 +221,11 @@ impl NcclCommunicator {
         if comm.is_null() {
             return;
         }
-        let (comm, library, stream) = (Handle(comm), self.library.clone(), self.stream.clone());
+        let (comm, library, gpu) = (Handle(comm), self.library.clone(), self.gpu.clone());
         let (sender, ended) = channel();
         let abort = move || {
             let Handle(comm) = { comm };
-            if stream.bind().is_ok() {
+            if gpu.bind().is_ok() {
                 // SAFETY: the handle was taken from its lock, so nobody else uses it any more.
                 let _ = unsafe { library.abort(comm) };
             }
@@ -198,7 +245,7 @@ impl Drop for NcclCommunicator {
         }
         let mut watch = Watch::alone(END);
         let mut end = || -> Result<(), Interruption> {
-            self.stream.bind()?;
+            self.gpu.bind()?;
             // SAFETY: nobody else has this value, so nothing more is queued.
             unsafe { self.library.finalize(comm) }?;
             self.wait_for_call(comm, &mut watch)
@@ -212,11 +259,23 @@ impl Drop for NcclCommunicator {
     }
 }
 
-/// Queues the collectives of one [`NcclCommunicator::run`].
+/// Marks on a stream before and after collectives.
+#[derive(Debug)]
+pub(super) struct Marks {
+    begin: Mark,
+    end: Mark,
+}
+
+/// Returns the error of a communicator that is used after its end.
+fn aborted() -> NcclError {
+    NcclError::Call { call: "a collective", reason: "the communicator has been aborted".into() }
+}
+
+/// Queues the collectives of one [`NcclCommunicator::start`].
 ///
-/// Ranks are positions in the communicator. Elements have the type of the run. Addresses `at` are
-/// those of the first element, on the communicator's device. Only the run may use the memory until
-/// it ends.
+/// Ranks are positions in the communicator. Elements have the type of the collective. Addresses `at`
+/// are those of the first element, on the communicator's device. Only the collectives and later work
+/// on their stream may use the memory until they end.
 pub(super) struct Collectives<'a> {
     library: &'a Library,
     queue: Queue,

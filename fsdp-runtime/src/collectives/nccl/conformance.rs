@@ -11,8 +11,9 @@ use cubecl::device::CudaDevice;
 
 use super::*;
 use crate::collectives::local::Hub;
-use crate::collectives::nccl::{NcclGroup, ReadyWord, fake};
+use crate::collectives::nccl::{NcclGroup, fake};
 use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous, RunSecret};
+use fake::OnStream;
 
 thread_local! {
     /// Index of this rank's GPU.
@@ -80,11 +81,13 @@ fn ranks_conform_on_a_nccl_in_host_memory() {
     for size in 1..=4 {
         let world = WorldSize::new(size).unwrap();
         for check in &checks::<Flex>() {
-            for is_on in [false, true] {
+            for is_on_stream in [false, true] {
                 for over in [Over::Threads, Over::Store(free_port())] {
                     let join = |host| {
-                        let ready = ReadyWord::new(is_on);
-                        NcclGroup::on_host(host, fake::library(), ready).unwrap()
+                        if is_on_stream {
+                            fake::run_on_stream(OnStream::ShownLate);
+                        }
+                        NcclGroup::on_host(host, fake::library(), is_on_stream).unwrap()
                     };
                     run(world, over, check, join);
                 }
@@ -134,23 +137,28 @@ fn a_gpu_that_two_ranks_share_is_refused_by_both() {
     });
 }
 
-fn two_ranks(timeout: Duration, f: impl Fn(&AnyProcessGroup, usize) + Sync) {
-    let check = Check { name: "trouble", timeout, debug: false, run: |_| () };
+/// Runs `f` on each of two ranks whose collectives are on the stream, or wait on the host.
+fn two_ranks_on(is_on_stream: bool, timeout: Duration, f: impl Fn(&AnyProcessGroup, usize) + Sync) {
     let world = WorldSize::new(2).unwrap();
     let f = &f;
-    let (hub, heartbeats) = (Hub::new(world, check.timeout, false), Heartbeats::new(world));
+    let (hub, heartbeats) = (Hub::new(world, timeout, false), Heartbeats::new(world));
     std::thread::scope(|scope| {
         for rank in world.ranks() {
             let host = HostGroup::thread(hub.clone(), heartbeats.clone(), rank);
             scope.spawn(move || {
-                let group = AnyProcessGroup::Nccl(
-                    NcclGroup::on_host(host, fake::library(), ReadyWord::new(true)).unwrap(),
-                );
+                let group = NcclGroup::on_host(host, fake::library(), is_on_stream).unwrap();
+                let group = AnyProcessGroup::Nccl(group);
                 gather::<Flex>(&group, &[100], &buffer(200));
                 f(&group, rank.index());
             });
         }
     });
+}
+
+fn two_ranks(timeout: Duration, f: impl Fn(&AnyProcessGroup, usize) + Sync) {
+    for is_on_stream in [false, true] {
+        two_ranks_on(is_on_stream, timeout, &f);
+    }
 }
 
 fn gather_error(group: &AnyProcessGroup) -> CollectiveError {
@@ -193,6 +201,118 @@ fn a_collective_that_hangs_is_ended_by_the_time_out_and_named() {
     });
 }
 
+fn gather_into(group: &AnyProcessGroup, buffer: &Arc<GatherBuffer<Flex>>) {
+    let op = op("all_gather", "encoder.3");
+    group.all_gather(&op, &FlexDevice, Vec::new(), 64, buffer).unwrap();
+}
+
+/// Waits until the group has failed, and returns the failure.
+fn failure(group: &AnyProcessGroup) -> CollectiveError {
+    for _ in 0..1000 {
+        if let Some(failure) = group.failure() {
+            return failure;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    panic!("nobody watches the collective");
+}
+
+#[test]
+fn a_collective_on_the_stream_holds_its_buffer_until_it_has_ended() {
+    two_ranks_on(true, LONG, |group, _| {
+        fake::run_on_stream(OnStream::Later);
+        let own = buffer::<Flex>(200);
+        let weak = Arc::downgrade(&own);
+        gather_into(group, &own);
+        drop(own);
+        assert!(weak.upgrade().is_some(), "NCCL may write the buffer");
+        let AnyProcessGroup::Nccl(group) = group else { unreachable!() };
+        group.finish().unwrap();
+        assert!(weak.upgrade().is_none(), "the buffer is free after the end");
+    });
+}
+
+#[test]
+fn a_collective_that_stays_on_the_stream_is_ended_by_the_time_out_and_named() {
+    two_ranks_on(true, SHORT, |group, rank| {
+        fake::run_on_stream([OnStream::Later, OnStream::Never][rank]);
+        let aborted = fake::aborts();
+        gather_into(group, &buffer(200));
+        let CollectiveError::Timeout { op, unit, waited, missing } = failure(group) else {
+            panic!("{:?}", group.failure())
+        };
+        assert_eq!((op, unit.as_str(), waited), ("all_gather", "encoder.3", SHORT));
+        assert_eq!(missing.len(), 1);
+        assert_eq!(gather_error(group), group.failure().unwrap(), "the group has ended");
+        let AnyProcessGroup::Nccl(group) = group else { unreachable!() };
+        assert!(group.finish().is_err());
+        assert!(fake::aborts() > aborted, "the device does not wait for ever");
+    });
+}
+
+#[test]
+fn an_error_of_nccl_on_the_stream_ends_all_ranks() {
+    two_ranks_on(true, LONG, |group, rank| {
+        fake::run_on_stream([OnStream::Later, OnStream::Fails][rank]);
+        gather_into(group, &buffer(200));
+        let error = failure(group);
+        assert_eq!(error.failed_rank().unwrap().index(), 1, "{error}");
+        let text = error.to_string();
+        assert!(text.contains("all_gather of encoder.3") && text.contains("the fake"), "{text}");
+    });
+}
+
+#[test]
+fn the_failure_of_a_peer_ends_a_collective_on_the_stream() {
+    two_ranks_on(true, LONG, |group, rank| {
+        fake::run_on_stream(OnStream::Never);
+        gather_into(group, &buffer(200));
+        if rank == 1 {
+            group.fail(CollectiveError::PeerFailed { rank: group.rank(), reason: "full".into() });
+        }
+        let started = std::time::Instant::now();
+        let AnyProcessGroup::Nccl(nccl) = group else { unreachable!() };
+        let error = nccl.finish().unwrap_err();
+        assert_eq!(error.failed_rank().unwrap().index(), 1, "{error}");
+        assert!(started.elapsed() < LONG / 2, "without a wait for the time-out");
+    });
+}
+
+/// A rank of several processes that share a GPU (`fsdp-runtime/benches/gpu`): `RANK/WORLD@PORT`.
+#[test]
+fn ranks_conform_as_processes_on_one_gpu() {
+    let Ok(place) = std::env::var("FSDP_NCCL_TEST_RANK") else {
+        return eprintln!("skipped: FSDP_NCCL_TEST_RANK is not set");
+    };
+    let parts: Vec<usize> = place.split(['/', '@']).map(|part| part.parse().unwrap()).collect();
+    let [rank, size, port] = parts[..] else { panic!("`{place}` is not RANK/WORLD@PORT") };
+    let world = WorldSize::new(size).unwrap();
+    let rank = world.rank(rank).unwrap();
+    for (number, check) in checks::<CubeBackend>().iter().enumerate() {
+        println!("{world} ranks: {}", check.name);
+        let host = HostGroup::process(&Rendezvous {
+            rank,
+            world,
+            host: "127.0.0.1",
+            port: u16::try_from(port + number).unwrap(),
+            run: String::new(),
+            secret: RunSecret::default(),
+            listen: None,
+            timeout: check.timeout,
+            debug: check.debug,
+        })
+        .unwrap();
+        let group = NcclGroup::world(host, 0).unwrap();
+        // Without the barrier a fast rank could fail the group before another one has joined it.
+        group.exchange(&op("barrier", "the check"), ()).unwrap();
+        let group = AnyProcessGroup::Nccl(group);
+        (check.run)(&group);
+        let AnyProcessGroup::Nccl(group) = &group else { unreachable!() };
+        group.leave();
+    }
+    println!("conformed: rank {} of {size}", rank.index());
+}
+
 /// On a machine with NVIDIA's library and without a GPU, the library's calls return errors.
 #[test]
 fn nvidias_library_without_a_gpu_reports_its_own_error() {
@@ -205,7 +325,7 @@ fn nvidias_library_without_a_gpu_reports_its_own_error() {
     }
     let world = WorldSize::new(1).unwrap();
     let host = HostGroup::thread(Hub::new(world, LONG, false), Heartbeats::new(world), Rank::ZERO);
-    let error = NcclGroup::on_host(host, library, ReadyWord::new(false)).unwrap_err().to_string();
+    let error = NcclGroup::on_host(host, library, true).unwrap_err().to_string();
     println!("{error}");
     assert!(error.contains("nccl"), "{error}");
 }

@@ -4,13 +4,19 @@
 //! end. So tests without a GPU cover the engine's addresses, counts, order of collectives, and how
 //! it ends. They do not cover NVIDIA's NCCL, the driver, and CubeCL's streams.
 
+mod stream;
+mod work;
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
-use std::time::Duration;
 
+use self::stream::LATE;
+pub(super) use self::stream::{Issued, issued};
+pub(crate) use self::stream::{OnStream, run_on_stream};
+use self::work::work;
 use super::sys::{
     Code, Library, cudaStream_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t,
     ncclUniqueId,
@@ -93,7 +99,7 @@ pub(in crate::collectives) fn aborts() -> usize {
 }
 
 /// Returns the table of the fake's functions.
-pub(in crate::collectives) fn library() -> Arc<Library> {
+pub(crate) fn library() -> Arc<Library> {
     Arc::new(Library {
         ncclGetErrorString: error_string,
         ncclGetLastError: last_error,
@@ -257,7 +263,29 @@ unsafe extern "C" fn group_end() -> Code {
         return IN_PROGRESS;
     }
     let posts = queue.into_iter().map(|(_, post)| post).collect();
-    std::thread::spawn(move || work(&comm, posts));
+    let (when, issued) = stream::issue();
+    let is_prompt = matches!(when, OnStream::Prompt | OnStream::ShownLate);
+    if !is_prompt {
+        comm.code.store(SUCCESS, Ordering::SeqCst);
+    }
+    std::thread::spawn(move || {
+        match when {
+            OnStream::Never => return,
+            OnStream::Fails => {
+                std::thread::sleep(LATE);
+                return comm.code.store(REMOTE, Ordering::SeqCst);
+            }
+            OnStream::Later => std::thread::sleep(LATE),
+            OnStream::Prompt | OnStream::ShownLate => {}
+        }
+        if when == OnStream::Prompt {
+            // The end shows no later than that of the call.
+            return work(&comm, posts, &issued);
+        }
+        work(&comm, posts, &Issued::new(false));
+        std::thread::sleep(LATE);
+        issued.set_done();
+    });
     IN_PROGRESS
 }
 
@@ -278,7 +306,7 @@ unsafe extern "C" fn split(
     comm.code.store(IN_PROGRESS, Ordering::SeqCst);
     let to = made.expose_provenance();
     let post = Post { kind: Kind::Split { color, key }, from: 0, to, count: 0, size: 0 };
-    std::thread::spawn(move || work(&comm, vec![post]));
+    std::thread::spawn(move || work(&comm, vec![post], &Issued::new(false)));
     IN_PROGRESS
 }
 
@@ -349,162 +377,4 @@ unsafe extern "C" fn receive(
     _: cudaStream_t,
 ) -> Code {
     post(comm, Kind::Receive(peer as usize), (std::ptr::null(), to), count, dtype)
-}
-
-/// Copies the bytes at an address.
-///
-/// # Safety
-///
-/// There are `bytes` bytes at `at`. They stay valid, and nobody writes them, until the engine has
-/// polled the end of the collective.
-unsafe fn read(at: usize, bytes: usize) -> Vec<u8> {
-    // SAFETY: as the caller promises.
-    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(at), bytes) }.to_vec()
-}
-
-/// Writes bytes at an address.
-///
-/// # Safety
-///
-/// There is room for the bytes at `at`. It stays valid, and nobody reads it, until the engine has
-/// polled the end of the collective.
-unsafe fn write(at: usize, bytes: &[u8]) {
-    let to: *mut u8 = std::ptr::with_exposed_provenance_mut(at);
-    // SAFETY: as the caller promises.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
-}
-
-/// Runs the calls that a rank has queued as one group, and marks the communicator as done.
-fn work(comm: &Comm, posts: Vec<Post>) {
-    // Sends come first, as they do not wait for other ranks.
-    let (sends, others): (Vec<_>, Vec<_>) =
-        posts.into_iter().partition(|post| matches!(post.kind, Kind::Send(_)));
-    for post in sends.into_iter().chain(others) {
-        let done = match post.kind {
-            Kind::Send(to) => {
-                // SAFETY: the engine keeps the elements until it has polled the end of the
-                // collective.
-                let elements = unsafe { read(post.from, post.count * post.size) };
-                let mut state = comm.world.state.lock().unwrap();
-                state.mail.entry((comm.rank, to)).or_default().push(elements);
-                true
-            }
-            Kind::Receive(from) => receive_from(comm, from, post),
-            _ => join_collective(comm, post),
-        };
-        comm.world.changed.notify_all();
-        if !done {
-            return;
-        }
-    }
-    let _ = comm.code.compare_exchange(IN_PROGRESS, SUCCESS, Ordering::SeqCst, Ordering::SeqCst);
-}
-
-fn receive_from(comm: &Comm, from: usize, post: Post) -> bool {
-    let mut state = comm.world.state.lock().unwrap();
-    loop {
-        if comm.aborted.load(Ordering::SeqCst) {
-            return false;
-        }
-        if let Some(mail) = state.mail.get_mut(&(from, comm.rank)).filter(|mail| !mail.is_empty()) {
-            let elements = mail.remove(0);
-            assert_eq!(
-                elements.len(),
-                post.count * post.size,
-                "sender and receiver pass the same count"
-            );
-            // SAFETY: the engine keeps the memory until it has polled the end of the collective.
-            unsafe { write(post.to, &elements) };
-            return true;
-        }
-        (state, _) = comm.world.changed.wait_timeout(state, Duration::from_millis(20)).unwrap();
-    }
-}
-
-/// Waits for every rank's call of the same collective; the last rank does the work of all. Returns
-/// whether the collective was completed.
-fn join_collective(comm: &Comm, post: Post) -> bool {
-    let world = &comm.world;
-    let sequence = comm.sequence.fetch_add(1, Ordering::SeqCst);
-    let mut state = world.state.lock().unwrap();
-    let round = state.rounds.entry(sequence).or_insert_with(|| vec![None; world.size]);
-    round[comm.rank] = Some(post);
-    if round.iter().all(Option::is_some) {
-        let posts: Vec<Post> =
-            state.rounds.remove(&sequence).unwrap().into_iter().flatten().collect();
-        if comm.aborted.load(Ordering::SeqCst) {
-            return false;
-        }
-        complete(&posts);
-        state.complete = sequence + 1;
-        return true;
-    }
-    while state.complete <= sequence {
-        if comm.aborted.load(Ordering::SeqCst) {
-            return false;
-        }
-        (state, _) = world.changed.wait_timeout(state, Duration::from_millis(20)).unwrap();
-    }
-    true
-}
-
-fn complete(posts: &[Post]) {
-    let (kind, count) = (posts[0].kind, posts[0].count);
-    assert!(
-        posts.iter().all(|post| post.count == count),
-        "all ranks pass the same count: {posts:?}"
-    );
-    if let Kind::Split { .. } = kind {
-        return split_all(posts);
-    }
-    assert!(
-        posts.iter().all(|post| post.kind == kind),
-        "all ranks call the same collective: {posts:?}"
-    );
-    let size = posts[0].size;
-    let all = |numel: usize| -> Vec<Vec<u8>> {
-        // SAFETY: every rank waits in the collective, so its elements stay valid.
-        posts.iter().map(|post| unsafe { read(post.from, numel * size) }).collect()
-    };
-    let sum = |numel| -> Vec<u8> {
-        let add =
-            |sum: Vec<f32>, part: Vec<f32>| sum.iter().zip(part).map(|(a, b)| a + b).collect();
-        let parts = all(numel).into_iter().map(|part| bytemuck::pod_collect_to_vec(&part));
-        let sum: Vec<f32> = parts.reduce(add).expect("a world has a rank");
-        bytemuck::cast_slice(&sum).to_vec()
-    };
-    let results: Vec<Vec<u8>> = match kind {
-        Kind::AllGather => vec![all(count).concat(); posts.len()],
-        Kind::ReduceScatter => {
-            sum(count * posts.len()).chunks(count * size).map(<[u8]>::to_vec).collect()
-        }
-        Kind::AllReduce => vec![sum(count); posts.len()],
-        Kind::Broadcast(root) => vec![all(count).swap_remove(root); posts.len()],
-        Kind::Send(_) | Kind::Receive(_) | Kind::Split { .. } => {
-            unreachable!("not a collective on data")
-        }
-    };
-    for (post, result) in posts.iter().zip(results) {
-        // SAFETY: as above, with room for the result.
-        unsafe { write(post.to, &result) };
-    }
-}
-
-fn split_all(posts: &[Post]) {
-    let mut ranks: Vec<(c_int, c_int, usize)> = Vec::new();
-    for (rank, post) in posts.iter().enumerate() {
-        let Kind::Split { color, key } = post.kind else {
-            panic!("all ranks call the same collective")
-        };
-        ranks.push((color, key, rank));
-    }
-    ranks.sort_unstable();
-    for group in ranks.chunk_by(|a, b| a.0 == b.0) {
-        let world = world(group.len());
-        for (position, &(_, _, rank)) in group.iter().enumerate() {
-            let made: *mut ncclComm_t = std::ptr::with_exposed_provenance_mut(posts[rank].to);
-            // SAFETY: every rank waits for its handle, and keeps the memory for it.
-            unsafe { *made = handle(world.clone(), position) };
-        }
-    }
 }

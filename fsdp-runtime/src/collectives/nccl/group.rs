@@ -1,16 +1,18 @@
 //! A process group of ranks with a GPU each: its members, its splits, and how NCCL runs on buffers.
 
+use std::any::Any;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use burn::tensor::DType;
 
 use super::communicator::{Collectives, NcclCommunicator};
-use super::ready_word::{HeldWord, ReadyWord};
+use super::in_flight::{Collective, InFlight};
+use super::stream::Stream;
 use super::sys::ncclDataType_t;
-use super::watch::Watch;
+use super::watch::{Interruption, Watch};
+use crate::backend::ShardBackend;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::{DeviceMemory, ShardBackend};
 use crate::collectives::cuda::NcclError;
 use crate::collectives::message::Message;
 use crate::collectives::op::Op;
@@ -22,9 +24,11 @@ use crate::layout::Rank;
 /// A process group of ranks with a GPU each, as one of them sees it.
 #[derive(Debug)]
 pub(crate) struct NcclGroup {
-    pub(super) host: HostGroup,
-    communicator: NcclCommunicator,
-    ready: ReadyWord,
+    pub(super) host: Arc<HostGroup>,
+    communicator: Arc<NcclCommunicator>,
+    /// Collectives on CubeCL's stream that have not ended; `None` if each collective runs on a stream
+    /// of the rank's own and is waited for on the host.
+    in_flight: Option<Arc<InFlight>>,
     /// Buffers in which NCCL sums gradients; reused, so that a training step allocates none.
     pub(super) sum_buffers: ReusedBuffers,
     /// Receive buffers for parts of gradients that this rank sums; reused likewise.
@@ -32,11 +36,15 @@ pub(crate) struct NcclGroup {
 }
 
 impl NcclGroup {
-    pub(super) fn new(host: HostGroup, communicator: NcclCommunicator, ready: ReadyWord) -> Self {
+    pub(super) fn new(
+        host: HostGroup,
+        communicator: NcclCommunicator,
+        in_flight: Option<Arc<InFlight>>,
+    ) -> Self {
         Self {
-            host,
-            communicator,
-            ready,
+            host: Arc::new(host),
+            communicator: Arc::new(communicator),
+            in_flight,
             sum_buffers: ReusedBuffers::default(),
             part_buffers: ReusedBuffers::default(),
         }
@@ -69,6 +77,9 @@ impl NcclGroup {
 
     /// Ends this rank's participation, after its last collective.
     pub(crate) fn leave(&self) {
+        if let Some(in_flight) = &self.in_flight {
+            in_flight.wait_for_all();
+        }
         if self.failure().is_some() {
             self.communicator.abort();
         }
@@ -102,15 +113,16 @@ impl NcclGroup {
         let communicator = self.communicator.split(color, self.host.index(), &mut watch);
         let op = Op::new("split", "the mesh");
         let communicator = communicator.map_err(|error| error.end_run(&self.host, &op))?;
-        Ok(Self::new(host, communicator, self.ready.of_split()))
+        Ok(Self::new(host, communicator, self.in_flight.clone()))
     }
 
-    /// Runs the collectives that `queue` queues on `buffer`, given the buffer's address, and waits
-    /// for their end.
+    /// Runs the collectives that `queue` queues on `buffer`, given the buffer's address. Later work of
+    /// the calling thread on the buffer comes after them.
     ///
     /// # Safety
     ///
-    /// The collectives must stay within the buffer, which nobody else reads or writes meanwhile.
+    /// The collectives must stay within the buffer. Until a fence of the calling thread, nobody else
+    /// reads or writes it.
     pub(super) unsafe fn run<B: ShardBackend>(
         &self,
         op: &Op,
@@ -129,21 +141,50 @@ impl NcclGroup {
         let dtype = nccl_type(buffer.dtype()).map_err(fail)?;
         // Orders this thread's stream after all work issued on the buffer.
         let memory = buffer.device_memory().map_err(fail)?;
-        let (ready, word) = self.ready.write::<B>(device).map_err(fail)?.unzip();
-        if ready.is_none() {
-            B::sync(device).map_err(|error| fail(error.to_string()))?;
-        }
+        let stream = match &self.in_flight {
+            Some(_) => Stream::of_cubecl(memory.stream),
+            None => {
+                B::sync(device).map_err(|error| fail(error.to_string()))?;
+                self.communicator.own_stream()
+            }
+        };
         let start = memory.start;
         // After an error or a panic NCCL may still use the memory: then it is never freed.
-        let owned = ManuallyDrop::new((memory, buffer.clone(), word));
+        let held: Box<dyn Any + Send> = Box::new((memory, buffer.clone()));
+        let held = ManuallyDrop::new(held);
+        let ended = |interruption: Interruption| interruption.end_run(&self.host, op);
         let mut watch = Watch::new(&self.host);
-        // SAFETY: `owned` keeps the memory where it is; the caller promises the rest.
-        let outcome = unsafe {
-            self.communicator.run(dtype, ready, &mut watch, |collectives| queue(collectives, start))
-        };
-        outcome.map_err(|error| error.end_run(&self.host, op))?;
-        drop::<(DeviceMemory, _, Option<HeldWord<B>>)>(ManuallyDrop::into_inner(owned));
+        // SAFETY: `held` keeps the memory where it is; the caller promises the rest. CubeCL's stream is
+        // that of the device whose memory was asked for.
+        let marks = unsafe {
+            self.communicator
+                .start(dtype, stream, &mut watch, |collectives| queue(collectives, start))
+        }
+        .map_err(ended)?;
+        let (communicator, host, op) = (self.communicator.clone(), self.host.clone(), op.clone());
+        match &self.in_flight {
+            Some(in_flight) => {
+                in_flight.add(Collective { communicator, host, op, marks, held });
+            }
+            None => {
+                communicator.wait_for(&marks, &mut watch).map_err(ended)?;
+                drop(ManuallyDrop::into_inner(held));
+            }
+        }
         Ok(())
+    }
+
+    /// Waits on the host until the collectives before have ended, for results that leave the device and
+    /// are not followed by another collective.
+    ///
+    /// # Errors
+    ///
+    /// Returns the failure that has ended the run.
+    pub(in crate::collectives) fn finish(&self) -> Result<(), CollectiveError> {
+        if let Some(in_flight) = &self.in_flight {
+            in_flight.wait_for_all();
+        }
+        self.failure().map_or(Ok(()), Err)
     }
 }
 

@@ -1,28 +1,40 @@
-//! A rank's GPU, and the CUDA stream on which the rank's collectives run.
+//! A rank's GPU, the CUDA streams on which the rank's collectives run, and marks on them.
 //!
 //! The CUDA context is the device's primary one, which CubeCL and NCCL use too. A rank may run its
 //! collectives on any thread, so every collective first makes the context current on its thread.
 
-use std::ffi::c_uint;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{
-    CUresult, CUstreamWaitValue_flags, cuStreamQuery, cuStreamWaitValue32_v2,
-};
-use cudarc::driver::{CudaContext, CudaStream, DriverError};
+use cudarc::driver::sys::CUstream;
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
-use super::ready_word::Ready;
+#[cfg(test)]
+use super::fake;
 use super::sys::cudaStream_t;
 use crate::collectives::cuda::{CudaError, require_device};
 
-/// The stream on which a rank's collectives run.
+/// A rank's GPU.
 #[derive(Debug)]
-pub(super) enum CollectiveStream {
-    /// A stream of a GPU.
-    Cuda { context: Arc<CudaContext>, stream: Arc<CudaStream> },
-    /// No stream: the tests' NCCL works in host memory.
+pub(super) enum Gpu {
+    /// A GPU, with a stream for collectives that wait on the host.
+    Cuda { context: Arc<CudaContext>, own: Arc<CudaStream> },
+    /// No GPU: the tests' NCCL works in host memory.
     #[cfg(test)]
     Host,
+}
+
+/// A stream of the rank's GPU.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stream(cudaStream_t);
+
+/// A place on a stream: what was put there before it.
+#[derive(Debug)]
+pub(super) enum Mark {
+    /// An event that the stream records.
+    Cuda(CudaEvent),
+    /// What the tests' NCCL was given.
+    #[cfg(test)]
+    Host(fake::Issued),
 }
 
 /// Converts an error of the driver.
@@ -30,13 +42,25 @@ fn refused(call: &'static str) -> impl Fn(DriverError) -> CudaError {
     move |error| CudaError::Driver { call, code: error.0 as i32 }
 }
 
-impl CollectiveStream {
-    /// Creates a stream on the GPU with this index.
-    pub(super) fn new(index: usize) -> Result<Self, CudaError> {
+impl Stream {
+    /// Returns CubeCL's stream, given as a number.
+    pub(super) fn of_cubecl(stream: u64) -> Self {
+        Self(std::ptr::with_exposed_provenance_mut(stream as usize))
+    }
+
+    /// Returns the stream's handle, for NCCL.
+    pub(super) fn handle(self) -> cudaStream_t {
+        self.0
+    }
+}
+
+impl Gpu {
+    /// Opens the GPU with this index.
+    pub(super) fn open(index: usize) -> Result<Self, CudaError> {
         require_device(index)?;
         let context = CudaContext::new(index).map_err(refused("cuDevicePrimaryCtxRetain"))?;
-        let stream = context.new_stream().map_err(refused("cuStreamCreate"))?;
-        Ok(Self::Cuda { context, stream })
+        let own = context.new_stream().map_err(refused("cuStreamCreate"))?;
+        Ok(Self::Cuda { context, own })
     }
 
     /// Returns the unique identifier of the GPU.
@@ -62,54 +86,45 @@ impl CollectiveStream {
         }
     }
 
-    /// Returns the stream's handle, for NCCL.
-    pub(super) fn handle(&self) -> cudaStream_t {
+    /// Returns the stream of collectives that wait on the host.
+    pub(super) fn own_stream(&self) -> Stream {
         match self {
-            Self::Cuda { stream, .. } => stream.cu_stream().cast(),
+            Self::Cuda { own, .. } => Stream(own.cu_stream().cast()),
             #[cfg(test)]
-            Self::Host => std::ptr::null_mut(),
+            Self::Host => Stream(std::ptr::null_mut()),
         }
     }
 
-    /// Makes later work on the stream wait until a word of device memory has certain bits.
-    pub(super) fn wait_for(&self, ready: Ready) -> Result<(), CudaError> {
+    /// Marks what was put on the stream until now.
+    ///
+    /// # Safety
+    ///
+    /// The stream belongs to this GPU.
+    pub(super) unsafe fn mark(&self, stream: Stream) -> Result<Mark, CudaError> {
         match self {
-            Self::Cuda { stream, .. } => {
-                let flags = CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_EQ as c_uint;
-                // SAFETY: the stream lives as long as `self`; the caller keeps the word, which is
-                // aligned as a buffer of CubeCL, until the work that follows has run.
-                let code = unsafe {
-                    cuStreamWaitValue32_v2(stream.cu_stream(), ready.at, ready.bits, flags)
-                };
-                match code {
-                    CUresult::CUDA_SUCCESS => Ok(()),
-                    error => Err(refused("cuStreamWaitValue32")(DriverError(error))),
-                }
+            Self::Cuda { context, .. } => {
+                let event = context.new_event(None).map_err(refused("cuEventCreate"))?;
+                let stream: CUstream = stream.0.cast();
+                // SAFETY: the event was just created in the context that it makes current; the caller
+                // promises that the stream belongs to it.
+                unsafe { cudarc::driver::result::event::record(event.cu_event(), stream) }
+                    .map_err(refused("cuEventRecord"))?;
+                Ok(Mark::Cuda(event))
             }
             #[cfg(test)]
-            Self::Host => {
-                let word = std::ptr::with_exposed_provenance::<u32>(ready.at as usize);
-                // SAFETY: the caller keeps the word, which is in host memory in tests.
-                let found = unsafe { word.read() };
-                assert_eq!(found, ready.bits, "work in host memory has run when it was issued");
-                Ok(())
-            }
+            Self::Host => Ok(Mark::Host(fake::issued())),
         }
     }
+}
 
-    /// Returns whether the GPU has completed all work queued on the stream.
-    pub(super) fn is_done(&self) -> Result<bool, CudaError> {
+impl Mark {
+    /// Returns whether the GPU has completed what was put on the stream before the mark. The GPU's
+    /// context is current.
+    pub(super) fn is_reached(&self) -> Result<bool, CudaError> {
         match self {
-            Self::Cuda { stream, .. } => {
-                // SAFETY: the stream lives as long as `self`.
-                match unsafe { cuStreamQuery(stream.cu_stream()) } {
-                    CUresult::CUDA_SUCCESS => Ok(true),
-                    CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-                    error => Err(refused("cuStreamQuery")(DriverError(error))),
-                }
-            }
+            Self::Cuda(event) => event.try_is_complete().map_err(refused("cuEventQuery")),
             #[cfg(test)]
-            Self::Host => Ok(true),
+            Self::Host(issued) => Ok(issued.is_done()),
         }
     }
 }

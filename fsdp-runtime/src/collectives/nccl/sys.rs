@@ -21,7 +21,7 @@ macro_rules! functions {
     ($($name:ident($($argument:ty),*) -> $result:ty;)*) => {
         /// Functions of a loaded NCCL library, which is never unloaded.
         #[allow(non_snake_case, reason = "NCCL's own names")]
-        pub(in crate::collectives) struct Library {
+        pub(crate) struct Library {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 

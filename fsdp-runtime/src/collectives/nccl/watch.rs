@@ -76,8 +76,8 @@ impl Interruption {
     }
 }
 
-/// A wait that polls. It yields between the first polls; between later ones it sleeps, and
-/// regularly asks the other ranks for failures.
+/// A wait that polls. It yields between the first polls, unless it is in the background; between later
+/// ones it sleeps, and regularly asks the other ranks for failures.
 pub(super) struct Watch<'a> {
     /// Host group that reports failures of other ranks; `None` where none are asked for.
     host: Option<&'a HostGroup>,
@@ -85,12 +85,19 @@ pub(super) struct Watch<'a> {
     started: Instant,
     last_check: Instant,
     polls: u32,
+    /// Whether another thread waits for what is watched, so that polls need not be frequent.
+    is_background: bool,
 }
 
 impl<'a> Watch<'a> {
     /// Starts a wait for a collective, with the time-out of the process group.
     pub(super) fn new(host: &'a HostGroup) -> Self {
         Self::with(Some(host), host.timeout())
+    }
+
+    /// Starts a wait for a collective that this thread only watches.
+    pub(super) fn in_background(host: &'a HostGroup) -> Self {
+        Self { is_background: true, ..Self::new(host) }
     }
 
     /// Starts a wait for NCCL to form a communicator, with a time-out of at least one minute: this
@@ -106,7 +113,12 @@ impl<'a> Watch<'a> {
 
     fn with(host: Option<&'a HostGroup>, timeout: Duration) -> Self {
         let now = Instant::now();
-        Self { host, timeout, started: now, last_check: now, polls: 0 }
+        Self { host, timeout, started: now, last_check: now, polls: 0, is_background: false }
+    }
+
+    /// Starts the time-out again.
+    pub(super) fn restart(&mut self) {
+        self.started = Instant::now();
     }
 
     /// Waits until the next poll.
@@ -116,7 +128,7 @@ impl<'a> Watch<'a> {
     /// Returns the failure of another rank, or that the time-out has passed.
     pub(super) fn pause(&mut self) -> Result<(), Interruption> {
         self.polls += 1;
-        if self.polls < YIELDS {
+        if self.polls < YIELDS && !self.is_background {
             std::thread::yield_now();
             return Ok(());
         }
@@ -129,7 +141,8 @@ impl<'a> Watch<'a> {
         if self.started.elapsed() > self.timeout {
             return Err(Interruption::TimedOut);
         }
-        std::thread::sleep(Duration::from_micros(if self.polls < 2000 { 20 } else { 200 }));
+        let is_frequent = self.polls < 2000 && !self.is_background;
+        std::thread::sleep(Duration::from_micros(if is_frequent { 20 } else { 200 }));
         Ok(())
     }
 }

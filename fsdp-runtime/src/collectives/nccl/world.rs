@@ -10,16 +10,20 @@ use serde::{Deserialize, Serialize};
 use super::communicator::NcclCommunicator;
 use super::error::NcclJoinError;
 use super::group::NcclGroup;
-use super::ready_word::ReadyWord;
-use super::stream::CollectiveStream;
+use super::in_flight::InFlight;
+use super::stream::Gpu;
 use super::sys::{Library, library, ncclUniqueId};
 use super::watch::Watch;
-use crate::collectives::cuda::{NcclVersion, nccl_version};
+use crate::collectives::cuda::{NCCL_STREAM_VARIABLE, NcclVersion, nccl_version};
 use crate::collectives::op::Op;
 use crate::collectives::store::HostGroup;
 use crate::layout::Rank;
 
 type Boxed = Box<dyn StdError + Send + Sync>;
+
+/// Variable that lets ranks share a GPU if it is `1`. NCCL takes them for ranks of several machines if
+/// each has another `NCCL_HOSTID`. For tests on a machine with one GPU.
+const SHARED_GPU_VARIABLE: &str = "FSDP_NCCL_TEST_SHARED_GPU";
 
 /// Report of a rank to the others before they form a communicator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -33,8 +37,8 @@ struct RankReport {
 /// The GPU and the NCCL of this rank.
 struct RankDevice {
     library: Arc<Library>,
-    stream: CollectiveStream,
-    gpu: [u8; 16],
+    gpu: Gpu,
+    uuid: [u8; 16],
     nccl: NcclVersion,
 }
 
@@ -43,9 +47,9 @@ impl RankDevice {
     fn open(gpu: usize) -> Result<Self, NcclJoinError> {
         let library = library()?;
         let nccl = nccl_version()?;
-        let stream = CollectiveStream::new(gpu)?;
-        let gpu = stream.uuid()?;
-        Ok(Self { library, stream, gpu, nccl })
+        let gpu = Gpu::open(gpu)?;
+        let uuid = gpu.uuid()?;
+        Ok(Self { library, gpu, uuid, nccl })
     }
 }
 
@@ -53,12 +57,16 @@ impl NcclGroup {
     /// Forms the process group of all ranks that share `host`; this rank uses the GPU with the
     /// index `gpu`. All ranks call it.
     pub(crate) fn world(host: HostGroup, gpu: usize) -> Result<Self, Boxed> {
-        let joined = || -> Result<NcclCommunicator, Boxed> {
+        let is_on_stream = std::env::var(NCCL_STREAM_VARIABLE).as_deref() != Ok("0");
+        let joined = || -> Result<_, Boxed> {
             let device = open_and_compare(&host, gpu)?;
-            form_communicator(&host, device.library, device.stream)
+            let in_flight = is_on_stream.then(InFlight::start).transpose()?;
+            Ok((form_communicator(&host, device.library, device.gpu)?, in_flight))
         };
         match joined() {
-            Ok(communicator) => Ok(Self::new(host, communicator, ReadyWord::from_env())),
+            Ok((communicator, in_flight)) => {
+                Ok(Self::new(host, communicator, in_flight.map(Arc::new)))
+            }
             Err(error) => {
                 // Gives the other ranks time to receive the error.
                 host.leave();
@@ -69,13 +77,14 @@ impl NcclGroup {
 
     /// Forms the process group of all ranks, with a NCCL that works in host memory.
     #[cfg(test)]
-    pub(in crate::collectives) fn on_host(
+    pub(crate) fn on_host(
         host: HostGroup,
         library: Arc<Library>,
-        ready: ReadyWord,
+        is_on_stream: bool,
     ) -> Result<Self, Boxed> {
-        let communicator = form_communicator(&host, library, CollectiveStream::Host)?;
-        Ok(Self::new(host, communicator, ready))
+        let in_flight = is_on_stream.then(InFlight::start).transpose()?.map(Arc::new);
+        let communicator = form_communicator(&host, library, Gpu::Host)?;
+        Ok(Self::new(host, communicator, in_flight))
     }
 }
 
@@ -85,14 +94,15 @@ fn open_and_compare(host: &HostGroup, gpu: usize) -> Result<RankDevice, Boxed> {
     let report = match &device {
         Ok(device) => {
             let NcclVersion { major, minor, patch } = device.nccl;
-            RankReport { gpu: Ok(device.gpu), nccl: (major, minor, patch) }
+            RankReport { gpu: Ok(device.uuid), nccl: (major, minor, patch) }
         }
         Err(error) => RankReport { gpu: Err(error.to_string()), nccl: (0, 0, 0) },
     };
     let reports = host.exchange(&Op::new("all_gather", "the GPUs"), report);
     // This rank's own error says more than an error of the exchange.
     let device = device?;
-    compare(host.members(), &reports?)?;
+    let may_share = std::env::var(SHARED_GPU_VARIABLE).as_deref() == Ok("1");
+    compare(host.members(), &reports?, may_share)?;
     Ok(device)
 }
 
@@ -100,7 +110,7 @@ fn open_and_compare(host: &HostGroup, gpu: usize) -> Result<RankDevice, Boxed> {
 fn form_communicator(
     host: &HostGroup,
     library: Arc<Library>,
-    stream: CollectiveStream,
+    gpu: Gpu,
 ) -> Result<NcclCommunicator, Boxed> {
     let op = Op::new("broadcast", "the identifier of NCCL");
     let own_id = match host.index() {
@@ -115,15 +125,20 @@ fn form_communicator(
     let (size, index) = (host.members().len(), host.index());
     let op = Op::new("all_gather", "the communicator of NCCL");
     let mut watch = Watch::of_setup(host);
-    let formed = NcclCommunicator::new(library, Arc::new(stream), id, size, index, &mut watch);
+    let formed = NcclCommunicator::new(library, Arc::new(gpu), id, size, index, &mut watch);
     let formed = formed.map_err(|error| error.end_run(host, &op))?;
     // No rank starts a collective before every rank has its communicator.
     host.exchange(&op, ())?;
     Ok(formed)
 }
 
-/// Checks that every rank has a GPU of its own, and that all have the same version of NCCL.
-fn compare(members: &[Rank], reports: &[Arc<RankReport>]) -> Result<(), NcclJoinError> {
+/// Checks that every rank has a GPU, of its own unless they may share one, and that all have the same
+/// version of NCCL.
+fn compare(
+    members: &[Rank],
+    reports: &[Arc<RankReport>],
+    may_share: bool,
+) -> Result<(), NcclJoinError> {
     let mut user_of_gpu = HashMap::new();
     for (&rank, report) in members.iter().zip(reports) {
         match &report.gpu {
@@ -131,7 +146,9 @@ fn compare(members: &[Rank], reports: &[Arc<RankReport>]) -> Result<(), NcclJoin
                 return Err(NcclJoinError::PeerNotReady { rank, reason: reason.clone() });
             }
             Ok(gpu) => {
-                if let Some(first) = user_of_gpu.insert(*gpu, rank) {
+                if let Some(first) = user_of_gpu.insert(*gpu, rank)
+                    && !may_share
+                {
                     return Err(NcclJoinError::GpuShared { first, second: rank });
                 }
             }
@@ -160,7 +177,7 @@ mod tests {
 
     fn compared(reports: Vec<RankReport>) -> Result<(), NcclJoinError> {
         let members: Vec<Rank> = WorldSize::new(reports.len()).unwrap().ranks().collect();
-        compare(&members, &reports.into_iter().map(Arc::new).collect::<Vec<_>>())
+        compare(&members, &reports.into_iter().map(Arc::new).collect::<Vec<_>>(), false)
     }
 
     #[test]
