@@ -16,6 +16,7 @@ mod kernels {
     mod codes;
     mod copies;
     mod cross_entropy;
+    mod embedding;
     mod gelu;
     mod large;
     mod layer_norm;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{DType, IndexingUpdateOp, IntDType, Shape};
+use burn::tensor::{DType, Shape};
 
 use super::attention::{AttentionRule, AttentionTensors, composed};
 use super::batched_steps::StepBatch;
@@ -160,12 +160,8 @@ pub trait Kernels: Backend {
 
     /// Returns the gradient of a table of shape `shape`, whose rows `ids` were looked up, given the gradients of
     /// the rows. `grad` is `[ids, width]`, and `ids` are whole numbers in f32. The gradients of a row are added in
-    /// order.
-    fn table_gradient(grad: Float<Self>, ids: Float<Self>, shape: Shape) -> Float<Self> {
-        let zeros = Self::float_zeros(shape, &grad.device(), grad.dtype().into());
-        let ids = Self::float_into_int(ids, IntDType::I32);
-        Self::float_select_assign(zeros, 0, ids, grad, IndexingUpdateOp::Add)
-    }
+    /// order; on CubeCL devices in f32, and on Flex in the type of the gradients.
+    fn table_gradient(grad: Float<Self>, ids: Float<Self>, shape: Shape) -> Float<Self>;
 
     /// Returns `gate · σ(gate) · up` for each element, where σ is the logistic function. Both have one shape
     /// and dtype.

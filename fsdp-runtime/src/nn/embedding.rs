@@ -46,7 +46,8 @@ impl EmbeddingConfig {
 /// Looks up rows of a table.
 ///
 /// The layer replaces `burn::nn::Embedding`: records, the checkpoint key, initialisation and results are the
-/// same. On Flex the gradient of an f32 table is written once.
+/// same. The gradient of a table is written once, on Flex that of an f32 table: each row of a looked up id gets
+/// the sum of its gradients, in order.
 ///
 /// Under `#[fsdp(vocab)]` each [tensor parallel](crate::FsdpOptions::with_tensor_parallel) rank has a part of the
 /// rows. A rank looks up the ids that it has, and the ranks add their results, of which all but one are zeros.

@@ -12,7 +12,7 @@ use super::optim::CubeSteps;
 use super::tensors::contiguous;
 use super::{
     copy, cross_entropy, decode, dropout, encode, flash, gelu, linear, mean, normalization, optim,
-    product, random_rounding, rotary, softmax, sums, swiglu,
+    product, random_rounding, rotary, softmax, sums, swiglu, table,
 };
 use crate::StorageType;
 use crate::accesses;
@@ -146,6 +146,13 @@ impl Kernels for CubeBackend {
 
     fn add_product(target: CubeTensor, factors: [CubeTensor; 2]) -> CubeTensor {
         product::add_product(target, factors)
+    }
+
+    fn table_gradient(grad: CubeTensor, ids: CubeTensor, shape: Shape) -> CubeTensor {
+        accesses::read([&grad, &ids]);
+        let gradient = table::gradient(grad, ids, shape);
+        accesses::written([&gradient.handle]);
+        gradient
     }
 
     fn swiglu(gate: CubeTensor, up: CubeTensor) -> CubeTensor {

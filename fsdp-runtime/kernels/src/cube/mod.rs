@@ -46,6 +46,7 @@ mod span;
 mod sum_kernels;
 mod sums;
 mod swiglu;
+mod table;
 mod tensors;
 mod tile;
 

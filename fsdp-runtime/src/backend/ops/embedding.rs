@@ -11,18 +11,18 @@ use fsdp_kernels::{Float, Kernels, Tracked};
 use super::arguments::{apply, has_row_kernels};
 use super::error::KernelError;
 use super::saved::Saved;
-use crate::backend::model_backend::{ModelBackend, is_flex, with_backend};
+use crate::backend::model_backend::{ModelBackend, with_backend};
 
-/// Rows of a table whose numbers are exact in f32.
-const ROWS: usize = 1 << 24;
+/// Most rows of a table, and most ids, whose numbers are exact in f32.
+const MOST: usize = 1 << 24;
 
 /// Returns the row of each id, `[rows, length, width]`, and records the operation if the table is tracked.
 ///
-/// Returns `None` for devices but Flex, for tables but f32, for tables of more than 2^24 rows, and for tensors
-/// without elements.
+/// Returns `None` for devices without kernels, for tables on Flex but those of f32, for more than 2^24 rows or
+/// ids, and for tensors without elements.
 pub(crate) fn embedding_tracked(table: &Tensor<2>, ids: &Tensor<2, Int>) -> Option<Tensor<3>> {
     let ([rows, width], [count, length]) = (table.dims(), ids.dims());
-    let takes = is_flex(&table.device()) && has_row_kernels(table) && rows <= ROWS;
+    let takes = has_row_kernels(table) && rows.max(count * length) <= MOST;
     if !takes || count * length == 0 {
         return None;
     }

@@ -64,6 +64,7 @@ impl Gpu {
             self.normalizations(from);
             self.rotations(from);
             self.swiglus(from);
+            self.tables(from);
             self.softmaxes(from);
             self.attentions(from);
             self.losses(from);
@@ -299,6 +300,18 @@ impl Gpu {
             self.launch("swiglu_kernel", &[], || CubeBackend::swiglu(tensor(), tensor()));
             self.launch("swiglu_backward_kernel", &[], || {
                 CubeBackend::swiglu_backward(tensor(), tensor(), tensor())
+            });
+        }
+    }
+
+    fn tables(&self, dtype: DType) {
+        let others = ["table_links_kernel", "fill_kernel"];
+        for offset in OFFSETS {
+            let grads = self.tensor_at(offset, 5 * 64, dtype);
+            let grads = burn_cubecl::ops::reshape(grads, Shape::from([5, 64]));
+            let ids = self.tensor(5, DType::F32);
+            self.launch("table_sum_kernel", &others, || {
+                CubeBackend::table_gradient(grads, ids, Shape::from([7, 64]))
             });
         }
     }
