@@ -83,6 +83,9 @@ struct Times {
     forward: f64,
     backward: f64,
     optimizer: f64,
+    /// Time that the host took to issue the step, without the wait for the loss. On a device that computes
+    /// while the host goes on, the rest of the step is a wait for the device.
+    host: f64,
     /// Time of collectives on the communication thread.
     collectives: f64,
     /// Time for which the rank waited for collectives.
@@ -161,18 +164,21 @@ fn time<M: Module>(
         let (before, waited) = communication(&model);
         let start = Instant::now();
         let loss = forward(&model);
+        let issued = start.elapsed();
         // The loss is read on the host, as in a training loop.
         let value = f64::from(loss.clone().into_scalar::<f32>());
         let forwarded = Instant::now();
         let gradients = backward(&model, loss)?;
         let backwarded = Instant::now();
         model = optimizer.step(1e-5, model, gradients);
+        let host = issued + forwarded.elapsed();
         end();
         let (after, waited_after) = communication(&model);
         times.push(Times {
             forward: (forwarded - start).as_secs_f64(),
             backward: (backwarded - forwarded).as_secs_f64(),
             optimizer: backwarded.elapsed().as_secs_f64(),
+            host: host.as_secs_f64(),
             collectives: (after - before).as_secs_f64(),
             waited: (waited_after - waited).as_secs_f64(),
             loss: value,
@@ -262,6 +268,7 @@ fn print_json(cli: &Cli, world: usize, way: &Way, times: &[Times]) {
         "forward": of(|times| times.forward),
         "backward": of(|times| times.backward),
         "optimizer": of(|times| times.optimizer),
+        "host": of(|times| times.host),
         "losses": losses,
     });
     println!("{result}");
@@ -299,7 +306,7 @@ pub fn main() {
         }
         println!(
             "\n{world} ranks, batch {} each; ratios to NO_SHARD of steps and of passes, seconds\n\
-             {:<28}{:>7}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}",
+             {:<28}{:>7}{:>7}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}",
             cli.sizes.batch,
             "",
             "steps",
@@ -308,6 +315,7 @@ pub fn main() {
             "forward",
             "backward",
             "adamw",
+            "host",
             "collect.",
             "waited",
         );
@@ -317,7 +325,7 @@ pub fn main() {
         for (way, times) in ways.iter().zip(&times) {
             let of = |part: fn(&Times) -> f64| median(times, part);
             println!(
-                "{:<28}{:>7.3}{:>7.3}{:>9.4}{:>9.4}{:>9.4}{:>9.4}{:>9.4}{:>9.4}",
+                "{:<28}{:>7.3}{:>7.3}{:>9.4}{:>9.4}{:>9.4}{:>9.4}{:>9.4}{:>9.4}{:>9.4}",
                 way.name,
                 of(Times::step) / base.0,
                 of(Times::passes) / base.1,
@@ -325,6 +333,7 @@ pub fn main() {
                 of(|times| times.forward),
                 of(|times| times.backward),
                 of(|times| times.optimizer),
+                of(|times| times.host),
                 of(|times| times.collectives),
                 of(|times| times.waited),
             );

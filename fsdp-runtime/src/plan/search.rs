@@ -19,7 +19,8 @@ pub struct Question<'a> {
     pub shape: &'a ModelShape,
     /// Number of ranks.
     pub world: usize,
-    /// Samples of a step on each rank.
+    /// Samples of a step for each rank. Ranks that have parts of the same matrices or of the same samples
+    /// take those of all of them.
     pub samples: usize,
     /// Tokens of a sample.
     pub length: usize,
@@ -44,8 +45,12 @@ impl<'a> Question<'a> {
 pub struct Candidate {
     /// Sharding strategy.
     pub strategy: ShardingStrategy,
-    /// Ranks that share one copy of the parameters.
+    /// Ranks that share one copy of the parameters, or of this rank's parts of them.
     pub shard_size: usize,
+    /// Ranks that have the parts of the same matrices, with sequence parallel; 1 for none.
+    pub tensor_parallel: usize,
+    /// Ranks that have the parts of the same samples; 1 for none.
+    pub context_parallel: usize,
     /// Samples of a micro-batch.
     pub micro_batch: usize,
     /// Micro-batches of a step.
@@ -54,7 +59,7 @@ pub struct Candidate {
     pub recomputation: Recomputation,
     /// What is stored in host memory.
     pub offload: OffloadPolicy,
-    /// Time and memory.
+    /// Time and memory, without what happens when.
     pub estimate: Estimate,
     /// Why the settings are better or worse than others.
     pub reasons: Vec<String>,
@@ -91,7 +96,10 @@ pub struct Found {
 }
 
 /// Finds the fastest settings under which a model fits on a cluster, at most `most` of them, each
-/// with another combination of strategy, recomputation and offload.
+/// with another combination of strategy, tensor and context parallel ranks, recomputation and offload.
+///
+/// Tensor parallel ranks are on one machine. Numbers of ranks that do not divide the model's matrices,
+/// or the length of a sample, are not tried.
 ///
 /// # Errors
 ///
@@ -101,10 +109,11 @@ pub fn search(
     cluster: &Cluster,
     most: usize,
 ) -> Result<Found, ShardError> {
-    let all = candidates(question, cluster)?;
-    let smallest = all.iter().min_by_key(|it| it.estimate.memory.total()).cloned();
+    let (tried, all) = candidates(question, cluster)?;
+    let smallest = all.iter().min_by_key(|it| it.estimate.memory.total());
     let smallest = smallest.expect("a search tries at least one candidate");
-    let tried = (all.len(), all.iter().filter(|it| it.estimate.fits()).count());
+    let smallest = Settings::of(smallest).candidate(question, cluster, smallest.micro_batches)?;
+    let tried = (tried, all.iter().filter(|it| it.estimate.fits()).count());
     let mut fitting: Vec<Candidate> = all.iter().filter(|it| it.estimate.fits()).cloned().collect();
     fitting.sort_by(|a, b| a.estimate.step.total_cmp(&b.estimate.step));
     let mut best: Vec<Candidate> = Vec::new();
@@ -124,8 +133,26 @@ impl Candidate {
     /// Returns whether both differ in the micro-batch only.
     fn is_like(&self, other: &Self) -> bool {
         let key = |it: &Self| (it.strategy, it.shard_size, it.recomputation, it.offload);
-        key(self) == key(other)
+        key(self) == key(other) && self.parts() == other.parts()
     }
+
+    /// Returns the numbers of tensor and of context parallel ranks.
+    fn parts(&self) -> [usize; 2] {
+        [self.tensor_parallel, self.context_parallel]
+    }
+}
+
+/// Returns the numbers of tensor and of context parallel ranks to try: powers of two, of which the first are on
+/// one machine. A rank has two blocks of a sample.
+fn parts(question: &Question<'_>, per_machine: usize) -> Vec<[usize; 2]> {
+    let powers = || [1, 2, 4, 8].into_iter();
+    let pairs = powers().flat_map(|tensor| powers().map(move |context| [tensor, context]));
+    let fits = |&[tensor, context]: &[usize; 2]| {
+        tensor <= per_machine
+            && question.world.is_multiple_of(tensor * context)
+            && (context == 1 || question.length.is_multiple_of(2 * context))
+    };
+    pairs.filter(fits).collect()
 }
 
 /// Returns the shard sizes to try with a strategy.
@@ -138,78 +165,159 @@ fn shard_sizes(strategy: ShardingStrategy, world: usize, per_machine: usize) -> 
     sizes.into_iter().filter(fits).collect()
 }
 
-/// Returns all candidates, with their estimates.
-fn candidates(question: &Question<'_>, cluster: &Cluster) -> Result<Vec<Candidate>, ShardError> {
-    let world = WorldSize::new(question.world)?;
+/// Returns the number of settings that were tried, and of each combination the candidate with the largest
+/// micro-batch that fits, or the smallest one if none fits. The time of one that does not fit is not that of
+/// all its micro-batches.
+fn candidates(
+    question: &Question<'_>,
+    cluster: &Cluster,
+) -> Result<(usize, Vec<Candidate>), ShardError> {
+    WorldSize::new(question.world)?;
     if question.samples == 0 {
         return Err(MeshError::EmptyWorld.into());
     }
-    let mut found = Vec::new();
-    let params = OffloadPolicy::Params { pin_memory: true };
-    for (strategy, _) in ShardingStrategy::ALL {
-        for shard_size in shard_sizes(strategy, question.world, cluster.per_machine) {
-            for recomputation in [Recomputation::None, Recomputation::Units] {
-                for offload in [OffloadPolicy::None, OffloadPolicy::OptimizerOnly, params] {
-                    let settings = Settings { strategy, shard_size, recomputation, offload };
-                    found.extend(settings.candidates(question, (world, cluster))?);
+    let (mut tried, mut found) = (0, Vec::new());
+    for parts in parts(question, cluster.per_machine) {
+        let is_split = parts != [1, 1];
+        for settings in Settings::all(question.world, cluster.per_machine, parts) {
+            match settings.largest(question, cluster) {
+                Ok((count, candidate)) => {
+                    tried += count;
+                    found.push(candidate);
                 }
+                // The ranks do not divide a matrix.
+                Err(_) if is_split => break,
+                Err(error) => return Err(error),
             }
         }
     }
-    Ok(found)
+    Ok((tried, found))
 }
+
+/// Most micro-batches of which a simulation shows the memory of any number of them.
+const OF_MEMORY: usize = 2;
 
 /// Settings apart from the micro-batch.
 struct Settings {
     strategy: ShardingStrategy,
     shard_size: usize,
+    /// Numbers of tensor and of context parallel ranks.
+    parts: [usize; 2],
     recomputation: Recomputation,
     offload: OffloadPolicy,
 }
 
 impl Settings {
-    /// Returns a candidate for each micro-batch: the samples of a step divided by 1, 2, 4 ..
-    fn candidates(
-        &self,
-        question: &Question<'_>,
-        (world, cluster): (WorldSize, &Cluster),
-    ) -> Result<Vec<Candidate>, ShardError> {
+    /// Returns all settings with these numbers of tensor and of context parallel ranks. With parts of a
+    /// model or of a sample nothing is offloaded, and parameters are resharded.
+    fn all(world: usize, per_machine: usize, parts: [usize; 2]) -> Vec<Self> {
+        use ShardingStrategy::{FullShard, HybridShard};
+        let [tensor, _] = parts;
+        let params = OffloadPolicy::Params { pin_memory: true };
+        let mut offloads = vec![OffloadPolicy::None];
+        let mut strategies = vec![FullShard, HybridShard];
+        if parts == [1, 1] {
+            offloads.extend([OffloadPolicy::OptimizerOnly, params]);
+            strategies = ShardingStrategy::ALL.into_iter().map(|(strategy, _)| strategy).collect();
+        }
+        let mut all = Vec::new();
+        for strategy in strategies {
+            for shard_size in shard_sizes(strategy, world / tensor, per_machine / tensor) {
+                for recomputation in [Recomputation::None, Recomputation::Units] {
+                    for &offload in &offloads {
+                        all.push(Self { strategy, shard_size, parts, recomputation, offload });
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// Returns those of a candidate.
+    fn of(candidate: &Candidate) -> Self {
+        let Candidate { strategy, shard_size, recomputation, offload, .. } = *candidate;
+        Self { strategy, shard_size, parts: candidate.parts(), recomputation, offload }
+    }
+
+    fn plan(&self, question: &Question<'_>) -> Result<StepPlan, ShardError> {
         let recomputes = match self.recomputation {
             Recomputation::Units => ActivationCheckpointing::All,
             _ => ActivationCheckpointing::None,
         };
+        let [tensor, context] = self.parts;
         let options = question.options.clone().with_strategy(self.strategy);
-        let options = options.with_offload(self.offload).with_activation_checkpointing(recomputes);
+        let options = options
+            .with_tensor_parallel(tensor)
+            .with_sequence_parallel(tensor > 1)
+            .with_context_parallel(context)
+            .with_offload(self.offload)
+            .with_activation_checkpointing(recomputes);
         let options = match self.strategy.is_hybrid() {
             true => options.with_shard_size(self.shard_size),
             false => options,
         };
-        let plan = StepPlan::of_shape(question.shape, Mesh::new(Rank::ZERO, world), &options)?;
-        let plan = plan.with_fused_loss(question.fused_loss);
-        let mut found = Vec::new();
-        let mut micro_batches = 1;
-        while question.samples.is_multiple_of(micro_batches) && micro_batches <= question.samples {
-            let micro_batch = question.samples / micro_batches;
-            let batch = Batch::new(micro_batch, question.length).with_micro_batches(micro_batches);
-            let estimate = plan.estimate(batch, cluster);
-            let fits = estimate.fits();
-            found.push(Candidate {
-                strategy: self.strategy,
-                shard_size: self.shard_size,
-                micro_batch,
-                micro_batches,
-                recomputation: self.recomputation,
-                offload: self.offload,
-                estimate,
-                reasons: Vec::new(),
-            });
-            // Smaller micro-batches are slower and take less memory.
-            if fits {
-                break;
+        let mesh = Mesh::new(Rank::ZERO, WorldSize::new(question.world)?);
+        let plan = StepPlan::of_shape(question.shape, mesh, &options)?;
+        Ok(plan.with_fused_loss(question.fused_loss))
+    }
+
+    /// Returns the samples of a step that a rank and those with other parts take.
+    fn samples(&self, question: &Question<'_>) -> usize {
+        question.samples * self.parts.iter().product::<usize>()
+    }
+
+    /// Returns the candidate with the samples of a step divided by 1, 2, 4 .. of which the first fits, or
+    /// else the last. Smaller micro-batches are slower and take less memory. Also returns how many were tried.
+    fn largest(
+        &self,
+        question: &Question<'_>,
+        cluster: &Cluster,
+    ) -> Result<(usize, Candidate), ShardError> {
+        let (plan, samples) = (self.plan(question)?, self.samples(question));
+        let (mut tried, mut micro_batches) = (0, 1);
+        loop {
+            let simulated = micro_batches.min(OF_MEMORY);
+            let batch = Batch::new(samples / micro_batches, question.length);
+            let estimate = plan.estimate(batch.with_micro_batches(simulated), cluster);
+            tried += 1;
+            if estimate.fits() {
+                let all = plan.estimate(batch.with_micro_batches(micro_batches), cluster);
+                return Ok((tried, self.with(question, micro_batches, all)));
+            }
+            if !samples.is_multiple_of(2 * micro_batches) {
+                return Ok((tried, self.with(question, micro_batches, estimate)));
             }
             micro_batches *= 2;
         }
-        Ok(found)
+    }
+
+    /// Returns the candidate with this number of micro-batches.
+    fn candidate(
+        &self,
+        question: &Question<'_>,
+        cluster: &Cluster,
+        micro_batches: usize,
+    ) -> Result<Candidate, ShardError> {
+        let batch = Batch::new(self.samples(question) / micro_batches, question.length);
+        let batch = batch.with_micro_batches(micro_batches);
+        let estimate = self.plan(question)?.estimate(batch, cluster);
+        Ok(self.with(question, micro_batches, estimate))
+    }
+
+    fn with(&self, question: &Question<'_>, micro_batches: usize, estimate: Estimate) -> Candidate {
+        let [tensor_parallel, context_parallel] = self.parts;
+        Candidate {
+            strategy: self.strategy,
+            shard_size: self.shard_size,
+            tensor_parallel,
+            context_parallel,
+            micro_batch: self.samples(question) / micro_batches,
+            micro_batches,
+            recomputation: self.recomputation,
+            offload: self.offload,
+            estimate: Estimate { spans: Vec::new(), moments: Vec::new(), ..estimate },
+            reasons: Vec::new(),
+        }
     }
 }
 
@@ -239,6 +347,7 @@ fn reasons(
                 && other.strategy == candidate.strategy
                 && other.shard_size == candidate.shard_size
                 && other.offload == candidate.offload
+                && other.parts() == candidate.parts()
         });
         let least = without.map(|other| other.estimate.memory.total()).min().unwrap_or(0);
         reasons.push(format!(
@@ -270,7 +379,7 @@ fn cheaper(question: &Question<'_>, cluster: &Cluster) -> Result<Option<Cheaper>
     let Some(device) = next else { return Ok(None) };
     let Ok(other) = Cluster::preset(device.name) else { return Ok(None) };
     let other = Cluster { per_machine: cluster.per_machine, ..other };
-    let all = candidates(question, &other)?;
+    let (_, all) = candidates(question, &other)?;
     let needed = all.iter().map(|it| it.estimate.memory.total()).min().unwrap_or(0);
     let fitting = all.iter().filter(|it| it.estimate.fits());
     let best = fitting.min_by(|a, b| a.estimate.step.total_cmp(&b.estimate.step));
@@ -298,11 +407,36 @@ mod tests {
         assert!(steps.is_sorted(), "{steps:?}");
         for candidate in &found.best {
             assert!(candidate.estimate.memory.total() <= cluster.usable());
-            assert_eq!(candidate.micro_batch * candidate.micro_batches, 4);
+            let samples = 4 * candidate.tensor_parallel * candidate.context_parallel;
+            assert_eq!(candidate.micro_batch * candidate.micro_batches, samples);
             assert!(!candidate.reasons.is_empty());
         }
         assert!(found.tried.1 < found.tried.0, "some settings do not fit: {:?}", found.tried);
         assert_eq!(found.cheaper.unwrap().device, "a100");
+    }
+
+    #[test]
+    fn ranks_split_a_model_and_its_samples_where_that_is_faster() {
+        let shape = Transformer::named("llama3-8b").unwrap().shape("llama3-8b");
+        let cluster = Cluster::preset("h100").unwrap();
+        // A whole sample on each rank would need more memory than there is.
+        let question = Question::new(&shape, 64, 1, 131_072);
+        let found = search(&question, &cluster, 5).unwrap();
+        let best = found.best.first().expect("parts of samples fit");
+        assert!(best.tensor_parallel * best.context_parallel > 1, "{best:?}");
+        assert!(best.tensor_parallel <= cluster.per_machine);
+        let ranks = best.tensor_parallel * best.context_parallel;
+        assert_eq!(best.micro_batch * best.micro_batches, ranks, "a sample for each rank");
+    }
+
+    #[test]
+    fn numbers_of_ranks_that_divide_no_matrix_are_not_tried() {
+        // 25 heads of 64.
+        let shape = Transformer::named("gpt2-xl").unwrap().shape("gpt2-xl");
+        let cluster = Cluster::preset("h100").unwrap();
+        let found = search(&Question::new(&shape, 8, 4, 1024), &cluster, 5).unwrap();
+        assert!(!found.best.is_empty());
+        assert!(found.best.iter().all(|it| it.tensor_parallel == 1), "{:?}", found.best);
     }
 
     #[test]

@@ -223,8 +223,11 @@ fn run_search(args: &Args) -> Result<String, String> {
 }
 
 fn settings(candidate: &Candidate) -> String {
+    let parts = [("tensor", candidate.tensor_parallel), ("context", candidate.context_parallel)];
+    let parts = parts.into_iter().filter(|(_, ranks)| *ranks > 1);
+    let parts: String = parts.map(|(axis, ranks)| format!(", {axis} parallel {ranks}")).collect();
     format!(
-        "{} of {}, {} x {} samples, recompute {}, offload {}",
+        "{} of {}{parts}, {} x {} samples, recompute {}, offload {}",
         candidate.strategy,
         candidate.shard_size,
         candidate.micro_batches,
@@ -248,6 +251,8 @@ fn found_as_json(found: &Found, world: usize) -> Value {
         json!({
             "strategy": it.strategy,
             "shard_size": it.shard_size,
+            "tensor_parallel": it.tensor_parallel,
+            "context_parallel": it.context_parallel,
             "micro_batch": it.micro_batch,
             "micro_batches": it.micro_batches,
             "recompute": it.recomputation,

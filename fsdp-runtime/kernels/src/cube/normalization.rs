@@ -1,4 +1,5 @@
-//! Layer norm and RMS norm in one kernel, and their gradients in two.
+//! Layer norm and RMS norm in one kernel, and their gradients in three: that of the input, sums for the
+//! parameters over groups of rows, and the sums of these.
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Shape};
@@ -9,7 +10,7 @@ use cubecl::prelude::*;
 use super::buffer_slice::BufferSlice;
 use super::device::{on_cpu, rounds_in_integers};
 use super::normalization_kernels::{
-    RowsLaunch, column_sums_kernel, normalize_backward_kernel, normalize_kernel,
+    RowsLaunch, column_sums_kernel, normalize_backward_kernel, normalize_kernel, param_sums_kernel,
 };
 use super::rows::Team;
 use super::span::{Span, grid, row_span};
@@ -18,8 +19,8 @@ use crate::normalization::{
     NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
 };
 
-/// Largest number of groups of rows, on a CPU and on other devices. A group is processed by one thread
-/// or team, and the column sums add the sums of all groups.
+/// Largest number of groups of rows, on a CPU and on other devices. A thread sums up a vector of columns in
+/// a group, and the column sums add the sums of all groups.
 const MAX_GROUPS: [usize; 2] = [64, 512];
 /// Threads that share a column in the column sums, and columns of a cube, on devices other than CPUs.
 const COLUMN_SUMS: (usize, usize) = (16, 16);
@@ -107,29 +108,22 @@ pub(super) fn backward(
     let (client, dtype) = (tensor.client.clone(), tensor.dtype);
     let (numel, len) = sizes(&tensor);
     let rows = numel / len;
-    let max_groups = MAX_GROUPS[usize::from(!on_cpu(&client))];
-    let group_rows = rows.div_ceil(max_groups);
-    let groups = rows.div_ceil(group_rows);
 
     let target = empty(&tensor, tensor.shape(), dtype);
-    let params = if rule.centered { 2 } else { 1 };
-    let sums: Vec<_> =
-        (0..params).map(|_| empty(&tensor, Shape::from([groups, len]), DType::F32)).collect();
+    let moments = empty(&tensor, Shape::from([2 * rows]), DType::F32);
     let slices = [&tensor, &grad, &target].map(BufferSlice::of);
-    let (sum_grads, sums) = (slices_of(&sum_grad), slices_of(&sums));
+    let (sum_grads, moments) = (slices_of(&sum_grad), BufferSlice::of(&moments));
     let weight = BufferSlice::of(&gamma);
     let wide: Vec<_> = slices.iter().chain(&sum_grads).collect();
-    let small: Vec<_> = std::iter::once(&weight).chain(&sums).collect();
-    let span = row_span(&client, &wide, &small, numel, len);
+    let span = row_span(&client, &wide, &[&weight], numel, len);
     let team = Team::new(&client, len, span.width);
-    let (count, dim) = team.grid(&client, groups);
+    let (count, dim) = team.grid(&client, rows);
     let [(read, from), (grads, grads_from), (write, to)] =
         slices.each_ref().map(|slice| span.argument(slice));
     let (gamma_arg, gamma_from) = span.argument(&weight);
     let (sum_grads, sum_grad_firsts) = arguments(&span, &sum_grads);
-    let (sums_arg, sums_firsts) = arguments(&span, &sums);
-    // SAFETY: `row_span` checked that the buffers hold the rows and gamma, and the sums have a row for
-    // each group; the kernel accesses only these.
+    // SAFETY: `row_span` checked that the buffers hold the rows and gamma, and `moments` has two numbers
+    // for each row; the kernel accesses only these.
     unsafe {
         normalize_backward_kernel::launch_unchecked(
             &client,
@@ -141,15 +135,13 @@ pub(super) fn backward(
             sum_grads,
             gamma_arg,
             write,
-            sums_arg,
+            moments.buffer_arg(),
             from,
             grads_from,
             sum_grad_firsts,
             gamma_from,
             to,
-            sums_firsts,
-            groups,
-            group_rows,
+            moments.start,
             RowsLaunch::new(rows, len / span.width, len as f32, rule.epsilon, 0),
             rule.centered,
             team,
@@ -157,7 +149,56 @@ pub(super) fn backward(
             element(dtype),
         );
     }
-    std::iter::once(target).chain(column_sums(&client, &sums, &gamma, groups)).collect()
+    let [input, grad, _] = &slices;
+    let of_params = param_gradients(&client, [input, grad, &moments], &gamma, rule);
+    std::iter::once(target).chain(of_params).collect()
+}
+
+/// Returns the gradients of gamma and, if rows are centered, of beta, from the input's rows, the gradients
+/// of the results, and the moments of the rows.
+fn param_gradients(
+    client: &Client,
+    [source, grads, moments]: [&BufferSlice; 3],
+    gamma: &CubeTensor,
+    rule: &NormalizationRule,
+) -> Vec<CubeTensor> {
+    let (len, rows) = (gamma.shape().num_elements(), moments.len() / 2);
+    let max_groups = MAX_GROUPS[usize::from(!on_cpu(client))];
+    let group_rows = rows.div_ceil(max_groups);
+    let groups = rows.div_ceil(group_rows);
+    let params = if rule.centered { 2 } else { 1 };
+    let sums: Vec<_> =
+        (0..params).map(|_| empty(gamma, Shape::from([groups, len]), DType::F32)).collect();
+    let sums = slices_of(&sums);
+    let small: Vec<_> = sums.iter().collect();
+    let span = row_span(client, &[source, grads], &small, rows * len, len);
+    let count = len / span.width;
+    let (cubes, dim) = grid(client, groups * count);
+    let [(read, from), (grads_arg, grads_from)] = [source, grads].map(|it| span.argument(it));
+    let (sums_arg, sums_firsts) = arguments(&span, &sums);
+    // SAFETY: `row_span` checked that the buffers hold the rows, the sums have a row for each group, and
+    // there are two moments for each row; the kernel accesses only these.
+    unsafe {
+        param_sums_kernel::launch_unchecked(
+            client,
+            cubes,
+            dim,
+            span.width,
+            read,
+            grads_arg,
+            moments.buffer_arg(),
+            sums_arg,
+            from,
+            grads_from,
+            moments.start,
+            sums_firsts,
+            groups,
+            group_rows,
+            RowsLaunch::new(rows, count, len as f32, rule.epsilon, 0),
+            element(source.dtype),
+        );
+    }
+    column_sums(client, &sums, gamma, groups)
 }
 
 /// Returns the sums of the columns of f32 matrices with `groups` rows, as tensors like `gamma`.

@@ -139,9 +139,8 @@ pub(super) fn normalize_kernel<F: Float, N: Size>(
     }
 }
 
-/// Writes the gradient of the rows, to which it adds that of the sum, if `sum_grads` has one. For each
-/// group of `group_rows` rows, also writes a row of the sums from which [`column_sums_kernel`] computes
-/// the gradients of gamma and, if `sums` has two tensors, of beta. A group has a team.
+/// Writes the gradient of the rows, to which it adds that of the sum, if `sum_grads` has one. Also writes
+/// the mean of each row and its factor 1 / √(variance + epsilon), for [`param_sums_kernel`].
 #[cube(launch_unchecked)]
 pub(super) fn normalize_backward_kernel<F: Float, N: Size>(
     source: &[Vector<F, N>],
@@ -149,15 +148,13 @@ pub(super) fn normalize_backward_kernel<F: Float, N: Size>(
     sum_grads: &Sequence<Box<[Vector<F, N>]>>,
     gamma: &[Vector<F, N>],
     target: &mut [Vector<F, N>],
-    sums: &mut Sequence<Box<[Vector<f32, N>]>>,
+    moments_of_rows: &mut [f32],
     from: usize,
     grads_from: usize,
     sum_grad_firsts: &Sequence<usize>,
     gamma_from: usize,
     to: usize,
-    sums_firsts: &Sequence<usize>,
-    groups: usize,
-    group_rows: usize,
+    moments_to: usize,
     shape: Rows,
     #[comptime] centered: bool,
     #[comptime] team: Team,
@@ -165,80 +162,109 @@ pub(super) fn normalize_backward_kernel<F: Float, N: Size>(
     #[define(F)] _dtype: ElemType,
 ) {
     let mut shared = Shared::<[Vector<f32, N>]>::new_slice(team.threads);
-    let group = own_team(team);
+    let row = own_team(team);
     let (lane, step) = (own_lane(team), comptime!(team.lanes));
     let len = Vector::<f32, N>::new(shape.len);
     let no_residuals = Sequence::<Box<[Vector<F, N>]>>::new();
     let no_firsts = Sequence::<usize>::new();
-    for at in 0..group_rows {
-        let row = group * group_rows + at;
-        let first = min(row, shape.rows - 1) * shape.count;
-        let (mean, scale) = moments(
-            source,
-            &no_residuals,
-            &no_firsts,
-            from,
-            first,
-            &shape,
-            &mut shared,
-            centered,
-            team,
-            integers,
-        );
+    // Surplus teams process the last row as well, as all threads of a cube must meet. They do not write.
+    let first = min(row, shape.rows - 1) * shape.count;
+    let (mean, scale) = moments(
+        source,
+        &no_residuals,
+        &no_firsts,
+        from,
+        first,
+        &shape,
+        &mut shared,
+        centered,
+        team,
+        integers,
+    );
 
-        let mut sum = Vector::<f32, N>::new(0.0f32);
-        let mut slope = Vector::<f32, N>::new(0.0f32);
-        let mut index = lane;
+    let mut sum = Vector::<f32, N>::new(0.0f32);
+    let mut slope = Vector::<f32, N>::new(0.0f32);
+    let mut index = lane;
+    while index < shape.count {
+        let grad = Vector::<f32, N>::cast_from(grads[grads_from + first + index]);
+        let scaled = grad * Vector::cast_from(gamma[gamma_from + index]);
+        let x = Vector::<f32, N>::cast_from(source[from + first + index]);
+        sum += scaled;
+        slope += scaled * ((x - mean) * scale);
+        index += step;
+    }
+    let mut mean_grad = Vector::<f32, N>::new(0.0f32);
+    if comptime!(centered) {
+        mean_grad = Vector::<f32, N>::new(team_sum(sum, &mut shared, team)) / len;
+    }
+    let slope = Vector::<f32, N>::new(team_sum(slope, &mut shared, team)) / len;
+
+    if row < shape.rows {
+        if lane == 0 {
+            moments_of_rows[moments_to + 2 * row] = mean.extract(0usize);
+            moments_of_rows[moments_to + 2 * row + 1] = scale.extract(0usize);
+        }
+        index = lane;
         while index < shape.count {
             let grad = Vector::<f32, N>::cast_from(grads[grads_from + first + index]);
             let scaled = grad * Vector::cast_from(gamma[gamma_from + index]);
             let x = Vector::<f32, N>::cast_from(source[from + first + index]);
-            sum += scaled;
-            slope += scaled * ((x - mean) * scale);
-            index += step;
-        }
-        let mut mean_grad = Vector::<f32, N>::new(0.0f32);
-        if comptime!(centered) {
-            mean_grad = Vector::<f32, N>::new(team_sum(sum, &mut shared, team)) / len;
-        }
-        let slope = Vector::<f32, N>::new(team_sum(slope, &mut shared, team)) / len;
-
-        if group < groups && row < shape.rows {
-            index = lane;
-            while index < shape.count {
-                let grad = Vector::<f32, N>::cast_from(grads[grads_from + first + index]);
-                let scaled = grad * Vector::cast_from(gamma[gamma_from + index]);
-                let x = Vector::<f32, N>::cast_from(source[from + first + index]);
-                let normal = (x - mean) * scale;
-                let mut dx = scale * (scaled - mean_grad - normal * slope);
-                #[unroll]
-                for part in 0..sum_grads.len() {
-                    let more = sum_grads[part][sum_grad_firsts[part] + first + index];
-                    dx = rounded(dx, shape.zero) + Vector::cast_from(more);
-                }
-                target[to + first + index] = narrowed(dx, integers);
-
-                let place = group * shape.count + index;
-                let mut gamma_sum = grad * normal;
-                if at > 0 {
-                    gamma_sum += sums[0][sums_firsts[0] + place];
-                }
-                sums.index_mut(0)[sums_firsts[0] + place] = gamma_sum;
-                #[unroll]
-                for beta in 1..sums_firsts.len() {
-                    let mut beta_sum = grad;
-                    if at > 0 {
-                        beta_sum += sums[beta][sums_firsts[beta] + place];
-                    }
-                    sums.index_mut(beta)[sums_firsts[beta] + place] = beta_sum;
-                }
-                index += step;
+            let normal = (x - mean) * scale;
+            let mut dx = scale * (scaled - mean_grad - normal * slope);
+            #[unroll]
+            for part in 0..sum_grads.len() {
+                let more = sum_grads[part][sum_grad_firsts[part] + first + index];
+                dx = rounded(dx, shape.zero) + Vector::cast_from(more);
             }
+            target[to + first + index] = narrowed(dx, integers);
+            index += step;
         }
     }
 }
 
-/// Adds the rows of sums that [`normalize_backward_kernel`] wrote, column by column. `lanes` threads add
+/// Writes, for each group of `group_rows` rows, a row of the sums from which [`column_sums_kernel`]
+/// computes the gradients of gamma and, if `sums` has two tensors, of beta. A thread has a vector of
+/// columns, so that neighbouring threads read neighbouring vectors.
+#[cube(launch_unchecked)]
+pub(super) fn param_sums_kernel<F: Float, N: Size>(
+    source: &[Vector<F, N>],
+    grads: &[Vector<F, N>],
+    moments_of_rows: &[f32],
+    sums: &mut Sequence<Box<[Vector<f32, N>]>>,
+    from: usize,
+    grads_from: usize,
+    moments_from: usize,
+    sums_firsts: &Sequence<usize>,
+    groups: usize,
+    group_rows: usize,
+    shape: Rows,
+    #[define(F)] _dtype: ElemType,
+) {
+    if ABSOLUTE_POS < groups * shape.count {
+        let (group, column) = (ABSOLUTE_POS / shape.count, ABSOLUTE_POS % shape.count);
+        let end = min((group + 1) * group_rows, shape.rows);
+        let mut gamma_sum = Vector::<f32, N>::new(0.0f32);
+        let mut beta_sum = Vector::<f32, N>::new(0.0f32);
+        let mut row = group * group_rows;
+        while row < end {
+            let mean = Vector::<f32, N>::new(moments_of_rows[moments_from + 2 * row]);
+            let scale = Vector::<f32, N>::new(moments_of_rows[moments_from + 2 * row + 1]);
+            let at = row * shape.count + column;
+            let grad = Vector::<f32, N>::cast_from(grads[grads_from + at]);
+            let x = Vector::<f32, N>::cast_from(source[from + at]);
+            gamma_sum += grad * ((x - mean) * scale);
+            beta_sum += grad;
+            row += 1;
+        }
+        sums.index_mut(0)[sums_firsts[0] + ABSOLUTE_POS] = gamma_sum;
+        #[unroll]
+        for beta in 1..sums_firsts.len() {
+            sums.index_mut(beta)[sums_firsts[beta] + ABSOLUTE_POS] = beta_sum;
+        }
+    }
+}
+
+/// Adds the rows of sums that [`param_sums_kernel`] wrote, column by column. `lanes` threads add
 /// every `lanes`-th element of a column of vectors; a cube has `columns` columns.
 #[cube(launch_unchecked)]
 pub(super) fn column_sums_kernel<F: Float, N: Size>(

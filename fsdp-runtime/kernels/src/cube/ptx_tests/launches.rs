@@ -264,11 +264,13 @@ impl Gpu {
                     grad: matrix(5),
                     sum_grad: second(),
                 };
-                let both = ["normalize_backward_kernel", "column_sums_kernel"];
-                for (kernel, other) in [(both[0], both[1]), (both[1], both[0])] {
-                    self.launch(kernel, &[other], || {
+                let mut kernels =
+                    ["normalize_backward_kernel", "param_sums_kernel", "column_sums_kernel"];
+                for _ in 0..kernels.len() {
+                    self.launch(kernels[0], &kernels[1..], || {
                         CubeBackend::normalize_backward(tensors(), &rule)
                     });
+                    kernels.rotate_left(1);
                 }
             }
         });
