@@ -36,6 +36,8 @@ pub struct Summary {
     pub bigram_perplexity: Option<f64>,
     /// Training loss of every step: the mean over the counted tokens of all ranks.
     pub losses: Vec<f64>,
+    /// Duration of every step, in seconds. On a GPU the first one compiles kernels.
+    pub step_seconds: Vec<f64>,
     /// Answers to the messages of `--generate`.
     pub answers: Vec<Answer>,
 }

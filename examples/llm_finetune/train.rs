@@ -351,6 +351,7 @@ impl<'a> Trainer<'a> {
             perplexity: self.evaluation.map(|(_, loss)| perplexity(loss)),
             bigram_perplexity: self.job.bigram_perplexity,
             losses: self.losses,
+            step_seconds: self.seconds,
             answers,
         })
     }

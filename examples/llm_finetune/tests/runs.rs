@@ -1,8 +1,9 @@
 //! Whole runs of the tiny model: worlds, packing, resuming, adapters.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::Parser;
+use serde_json::{Map, Value, json};
 
 use crate::cli::Cli;
 use crate::common::checkpoints::Outcome;
@@ -176,6 +177,58 @@ fn adapters_are_trained_on_a_saved_model() {
     assert_close(plain.perplexity_before.unwrap(), tuned.perplexity.unwrap(), "merged");
     let stored = run(&[&tune[..], &lora, &["--quantize", "nf4"]].concat()).unwrap();
     assert!(stored.sharded_bytes_per_rank < tuned.sharded_bytes_per_rank / 3);
+}
+
+/// Writes a directory without weights, whose words are the numbers below `vocabulary`, and rows of `length` words.
+/// Returns the path of the rows. The comparisons with PyTorch write such directories too (`benches/gpu/llama.py`).
+fn folder_without_weights(folder: &Path, vocabulary: usize, length: usize) -> PathBuf {
+    let words: Map<String, Value> =
+        (0..vocabulary).map(|number| (number.to_string(), number.into())).collect();
+    let tokenizer = json!({
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "0"},
+    });
+    let config = json!({
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": length,
+    });
+    let row = |at: usize| {
+        let words = (0..length).map(|word| (word * (word + at) % vocabulary).to_string());
+        format!("{}\n", json!({"text": words.collect::<Vec<_>>().join(" ")}))
+    };
+    let rows = folder.join("rows.jsonl");
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    std::fs::write(&rows, (0..100).map(row).collect::<String>()).unwrap();
+    rows
+}
+
+#[test]
+fn a_directory_without_weights_gives_a_new_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = folder_without_weights(folder.path(), 64, 96);
+    let flags = ["--model", path(folder.path()), "--data", path(&rows), "--batch-size", "2"];
+    let with = |more: &[&str]| run(&[&flags, more].concat());
+    let new = with(&["--steps", "2", "--world-size", "1"]).unwrap();
+    let layer = 2 * 32 * (32 + 16) + 3 * 32 * 48 + 2 * 32;
+    assert_eq!(new.num_params, 2 * 64 * 32 + 2 * layer + 32);
+    // Logits of matrices with a standard deviation of 0.02 are small: all words are about as likely.
+    assert!((new.losses[0] - 64_f64.ln()).abs() < 0.05, "{:?}", new.losses);
+    assert_eq!(new.step_seconds.len(), 2);
+    assert!(new.step_seconds.iter().all(|seconds| *seconds > 0.0));
+    let other = with(&["--steps", "2", "--world-size", "1", "--seed", "1"]).unwrap();
+    assert_ne!(other.losses, new.losses);
+    std::fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
+    let error = format!("{:#}", with(&["--steps", "2"]).unwrap_err());
+    assert!(error.contains("cannot read") && error.contains("tokenizer.json"), "{error}");
 }
 
 #[test]
