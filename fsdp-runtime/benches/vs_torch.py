@@ -1,9 +1,10 @@
 """Training steps of this crate and of PyTorch on a CPU, in turns: the programs that `vs_torch.sh` builds.
 
-STEP=.. GPT=.. python vs_torch.py [--rounds 3] [--steps 12] [CASE ..]
+STEP=.. GPT=.. LLM=.. python vs_torch.py [--rounds 3] [--steps 12] [CASE ..]
 
 Each round runs every program of the chosen cases once. Prints the processor, the seconds of each round, the medians,
-and the ratios of the cases. Ranks of this crate are threads of one process, those of PyTorch processes over Gloo.
+and the ratios of the cases; of `llama` also the number of parameters and the first losses. Ranks of this crate are
+threads of one process, those of PyTorch processes over Gloo.
 """
 import argparse
 import json
@@ -11,13 +12,20 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.dont_write_bytecode = True
+sys.path.append(os.path.join(HERE, "gpu"))
+
+import llama
+
 # Hidden width, layers, heads and feed-forward width of the BERT.
 SHAPE = [384, 6, 12, 1536]
 
 # Name of a program: whose it is, with its arguments. Ours: variant, ranks, rows a rank, length, more arguments.
-# PyTorch's: mode, ranks, rows a rank, length.
+# PyTorch's: mode, ranks, rows a rank, length. Of a Llama: rows, length.
 PROGRAMS = {
     "FULL_SHARD, 2 x 4": ("ours", "FULL_SHARD", 2, 4, 128),
     "NO_SHARD, 2 x 4": ("ours", "NO_SHARD", 2, 4, 128),
@@ -27,11 +35,13 @@ PROGRAMS = {
     "NO_SHARD, 8 x 1": ("ours", "NO_SHARD", 8, 1, 128),
     "FULL_SHARD, 2 x 1, length 512": ("ours", "FULL_SHARD", 2, 1, 512),
     "GPT small, 2 x 1, length 1024": ("gpt", 2, 1, 1024),
+    "Llama 135 M, 1 x 2, length 512": ("llama", 2, 512),
     "PyTorch, one process, 8 rows": ("torch", "single", 1, 8, 128),
     "PyTorch DDP, 2 x 4": ("torch", "ddp", 2, 4, 128),
     "PyTorch FSDP2, 2 x 4": ("torch", "fsdp", 2, 4, 128),
     "PyTorch, one process, 2 rows, length 512": ("torch", "single", 1, 2, 512),
     "PyTorch GPT small, one process, 2 rows, length 1024": ("torch_gpt", 2, 1024),
+    "PyTorch Llama 135 M, one process, 2 rows, length 512": ("torch_llama", 2, 512),
 }
 
 # Name of a case: ratios of the times of two programs.
@@ -52,6 +62,9 @@ CASES = {
     ],
     "gpt": [
         ("GPT small, 2 x 1, length 1024", "PyTorch GPT small, one process, 2 rows, length 1024"),
+    ],
+    "llama": [
+        ("Llama 135 M, 1 x 2, length 512", "PyTorch Llama 135 M, one process, 2 rows, length 512"),
     ],
 }
 
@@ -115,7 +128,38 @@ def torch_gpt(_steps, rows, length):
     return statistics.median(update["seconds"] for update in updates[2:])
 
 
-RUN = {"ours": ours, "torch": torch, "gpt": gpt, "torch_gpt": torch_gpt}
+def our_llama(steps, rows, length):
+    with tempfile.TemporaryDirectory(prefix="vs-torch-") as folder:
+        steps += llama.WARM_UP
+        flags = llama.our_flags(Path(folder), llama.LLAMA_135M, length, rows, steps)
+        return llama_step(output([os.environ["LLM"], *flags, "--device", "flex"]))
+
+
+def torch_llama(steps, rows, length):
+    flags = llama.torch_flags(llama.LLAMA_135M, length, rows, steps + llama.WARM_UP)
+    program = [sys.executable, os.path.join(HERE, "torch_llama.py")]
+    return llama_step(output([*program, "--device", "cpu", *flags]))
+
+
+def llama_step(printed):
+    """Returns the median step of a run that has trained the expected model."""
+    shape, run = llama.LLAMA_135M, json.loads(printed.splitlines()[-1])
+    found, loss = run["num_params"], run["losses"][0]
+    print(f"  {found:,} parameters, first loss {loss:.4f}", flush=True)
+    if found != shape.parameters() or not llama.first_loss_fits(shape, run):
+        expected = f"{shape.parameters():,} parameters and a first loss of {shape.first_loss():.2f}"
+        sys.exit(f"another model than expected, which has {expected}")
+    return llama.step_seconds(run)
+
+
+RUN = {
+    "ours": ours,
+    "torch": torch,
+    "gpt": gpt,
+    "torch_gpt": torch_gpt,
+    "llama": our_llama,
+    "torch_llama": torch_llama,
+}
 
 
 def processor():
@@ -138,7 +182,7 @@ def processor():
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=12, help="of a BERT or a Llama [12]")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     arguments = parser.parse_args()
     unknown = [name for name in arguments.cases if name not in CASES]
