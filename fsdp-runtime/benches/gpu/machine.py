@@ -19,6 +19,7 @@ CUBLASLT = ("libcublasLt.so.13", "libcublasLt.so.12")
 HARMLESS = {
     "bert_finetune": "--help",
     "gpt_pretrain": "--help",
+    "llm_finetune": "--help",
     "step": "--help",
     "attention": "--help",
     "kernel_rates": "--help",
@@ -107,6 +108,8 @@ def environment(step: StepRun) -> None:
     step.command("nvidia-smi", ["nvidia-smi"], limit=30, parse=lambda done: done.stdout)
     code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(0))"
     torch = step.command("torch", [context.python, "-c", code], limit=120, parse=lambda done: done.stdout)
+    code = "import transformers; print(transformers.__version__)"
+    transformers = step.command("transformers", [context.python, "-c", code], limit=120, parse=lambda done: done.stdout)
     starts = {}
     for name, flag in HARMLESS.items():
         # The second build has some of the programs only.
@@ -128,6 +131,7 @@ def environment(step: StepRun) -> None:
     cublaslt = (os.environ | context.env).get("FSDP_CUBLASLT_LIBRARY")
     step.check("cuBLASLt", Path(cublaslt).is_file() if cublaslt else by_name(*CUBLASLT), library=cublaslt)
     step.check("torch with CUDA", torch.ok)
+    step.check("transformers", transformers.ok)
     tools = {tool: shutil.which(tool) for tool in ("compute-sanitizer", "ncu", "nvcc")}
     machine = {"cores": os.cpu_count(), "available_bytes": available_bytes(), "tools": tools}
     step.result("machine", machine | {"env": context.env})

@@ -8,7 +8,7 @@ from pathlib import Path
 from correctness import OTHER_DEVICE, PLAIN, distance
 from harness import StepRun, json_lines, last_json
 from machine import cuda_root
-from speed import BERT_BASE, BERT_FLAGS, one_rank
+from speed import BERT_BASE, BERT_FLAGS, llama_commands, one_rank
 
 # Updates of a model whose kernels are recorded.
 UPDATES = 4
@@ -53,7 +53,7 @@ def recorder(step: StepRun) -> Path | None:
 
 
 def kernels_of_a_step(step: StepRun) -> None:
-    """Time, launches and kernels of one step of GPT 1.3B and of BERT-base, and of PyTorch's side."""
+    """Time, launches and kernels of one step of GPT 1.3B, BERT-base and Llama 1.1B, and of PyTorch's side."""
     context = step.context
     library = recorder(step)
     if not library:
@@ -81,12 +81,15 @@ def recorded(step: StepRun) -> list[tuple[str, list[str], dict[str, str], str]]:
     ours = [context.program("gpt_pretrain"), "--device", "cuda", "--world-size", "1", "--engine", "local", *gpt]
     ours += ["--max-valid-steps", "1", "--json", "--bpe-cache", str(context.scratch / "bpe")]
     torch_gpt = [context.python, str(context.pack / "torch_gpt.py"), *gpt]
+    our_llama, torch_llama = llama_commands(step, UPDATES + 2)
     settings = {"DEVICE": "cuda", "DTYPE": "bf16", "STEPS": str(UPDATES), "TF32": "1"}
     return [
         ("gpt-1.3b", ours, context.env, "adam"),
         ("bert", bert, context.env, "adam"),
         ("gpt-1.3b, torch", torch_gpt, one_rank(), "adam"),
         ("bert, torch", torch_bert, one_rank() | settings, "adam"),
+        ("llama-1.1b", our_llama, context.env, "adam"),
+        ("llama-1.1b, torch", torch_llama, one_rank(), "adam"),
     ]
 
 

@@ -7,6 +7,7 @@ import socket
 import statistics
 from typing import Any, Callable
 
+import llama
 from correctness import PLAIN
 from harness import Outcome, StepRun, available_bytes, json_lines, last_json
 
@@ -257,3 +258,61 @@ def gpt_offloaded(step: StepRun) -> None:
     peak = gpu_peak(step, "ours")
     if peak is not None:
         step.check("device memory of ours", peak <= OFFLOAD_MIB, found=peak, limit=OFFLOAD_MIB)
+
+
+# Llama
+
+LLAMA = llama.LLAMA_1_1B
+LLAMA_ROWS = 2
+LLAMA_STEPS = 12
+
+
+def llama_commands(step: StepRun, steps: int) -> tuple[list[str], list[str]]:
+    """The commands, here and in PyTorch, that train all parameters in bf16 with one rank."""
+    context = step.context
+    flags = llama.our_flags(context.scratch / "llama", LLAMA, LENGTH, LLAMA_ROWS, steps)
+    ours = [context.program("llm_finetune"), "--device", "cuda", "--bf16", *flags]
+    theirs = [context.python, str(context.pack / "torch_llama.py"), "--dtype", "bf16"]
+    theirs += llama.torch_flags(LLAMA, LENGTH, LLAMA_ROWS, steps)
+    return ours, theirs
+
+
+def seconds_to_first_step(seconds: float, run: dict[str, Any]) -> float:
+    """Seconds from the start of a command that took `seconds` to the end of its first step.
+
+    The end of the process, about a second, counts too.
+    """
+    return round(seconds - sum(run["step_seconds"][1:]), 2)
+
+
+def llama_on_device(step: StepRun) -> None:
+    """A Llama with the shape of TinyLlama-1.1B and random weights, in bf16, all of it on the GPU."""
+    our_argv, torch_argv = llama_commands(step, LLAMA_STEPS)
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "torch": []}
+
+    def measured(side: str, argv: list[str], env: dict[str, str], limit: float) -> float | None:
+        done = step.command(side, argv, env, limit, lambda done: last_json(done.stdout), watch_gpu=True)
+        run = last_json(done.stdout) if done.ok else None
+        seconds = llama.step_seconds(run)
+        if not run or not seconds:
+            return None
+        first = seconds_to_first_step(step.record["commands"][-1]["seconds"], run)
+        runs[side].append(run | {"seconds_to_first_step": first})
+        return LLAMA_ROWS * LENGTH / seconds
+
+    def ours(limit: float) -> float | None:
+        return measured("ours", our_argv, step.context.env, limit)
+
+    def theirs(limit: float) -> float | None:
+        return measured("torch", torch_argv, one_rank(), limit)
+
+    found = take_turns(step, ours, theirs)
+    first = {side: [run["seconds_to_first_step"] for run in of_side] for side, of_side in runs.items() if of_side}
+    facts = {"unit": "tokens per second", "rows": LLAMA_ROWS, "length": LENGTH, "tf32": NO_TF32}
+    compare(step, found, facts | {"parameters": LLAMA.parameters(), "seconds_to_first_step": first})
+    for side in found:
+        for run in runs[side][:1]:
+            number, loss = run["num_params"], run["losses"][0]
+            step.check(f"{side}: parameters", number == LLAMA.parameters(), found=number, expected=LLAMA.parameters())
+            fits = llama.first_loss_fits(LLAMA, run)
+            step.check(f"{side}: first loss", fits, found=loss, expected=LLAMA.first_loss(), limit=llama.LOSS_TOLERANCE)

@@ -18,6 +18,7 @@ sys.dont_write_bytecode = True
 
 import correctness
 import harness
+import llama
 import speed
 
 HERE = Path(__file__).resolve().parent
@@ -46,6 +47,7 @@ class Programs(unittest.TestCase):
         self.program("tools/nvidia-smi", SMI)
         for name in ("bert_finetune", "gpt_pretrain", "step", "kernels", "unit_tests", "attention", "kernel_rates"):
             self.program(f"bin/{name}", "true")
+        self.program("bin/llm_finetune", "true")
 
     def program(self, name: str, script: str) -> None:
         path = self.folder / name
@@ -255,6 +257,37 @@ class Programs(unittest.TestCase):
         code, record = self.run_step("gpt-1.3b")
         self.assertEqual((code, record["results"]["comparison"]["rows"]), (0, 1))
 
+    def test_a_llama_is_measured_without_its_warm_up(self) -> None:
+        run = {"num_params": speed.LLAMA.parameters(), "losses": [10.8, 10.7], "peak_bytes": 5}
+        of_steps = lambda *seconds: json.dumps(run | {"step_seconds": seconds})
+        self.program("bin/llm_finetune", f"echo '{of_steps(0.3, 0.2, 0.004, 0.002, 0.004)}'; sleep 0.6")
+        torch = of_steps(0.1, 0.1, 0.001, 0.001, 0.002)
+        (self.folder / "torch_llama.py").write_text(f"print('{{\"step\": 1}}\\n{torch}')")
+        code, record = self.run_step("llama-1.1b")
+        comparison = record["results"]["comparison"]
+        self.assertEqual((code, comparison["ours"]["rounds"]), (0, [4096 / 0.004] * 3))
+        self.assertEqual((comparison["torch"]["median"], comparison["ours_to_torch"]), (4096 / 0.001, 0.25))
+        self.assertEqual(comparison["ours"]["gpu_peak_mib"], 700)
+        # The command without the steps after the first.
+        first = comparison["seconds_to_first_step"]["ours"]
+        self.assertAlmostEqual(first[0], record["commands"][0]["seconds"] - 0.21, places=2)
+        self.assertGreater(first[0], 0.3)
+        ours, torch = (command["argv"] for command in record["commands"][:2])
+        self.assertTrue({"--bf16", "--steps", "12", "--batch-size", "2", "2048"} <= set(ours), ours)
+        self.assertTrue({"bf16", "--hidden", "--rows", "5632", "32000"} <= set(torch), torch)
+        self.assertNotIn("--tied", torch)
+
+    def test_another_llama_fails(self) -> None:
+        run = {"num_params": speed.LLAMA.parameters(), "losses": [10.8], "step_seconds": [1, 1, 1]}
+        self.program("bin/llm_finetune", f"echo '{json.dumps(run | {'losses': [9.0]})}'")
+        (self.folder / "torch_llama.py").write_text(f"print('{json.dumps(run | {'num_params': 7})}')")
+        code, record = self.run_step("llama-1.1b")
+        self.assertEqual((code, self.failed(record)), (1, ["ours: first loss", "torch: parameters"]))
+        # A side that fails has no measure, whatever it has printed.
+        self.program("bin/llm_finetune", f"echo '{json.dumps(run)}'; exit 1")
+        code, _ = self.run_step("llama-1.1b", "--side", "ours")
+        self.assertEqual((code, self.failed(self.record("llama-1.1b-ours"))), (1, ["ours is measured"]))
+
     def test_a_signal_keeps_the_file(self) -> None:
         self.program("bin/bert_finetune", f'case "$*" in *size\\ 2*) sleep 300 ;; *) {LOSSES} ;; esac')
         running = self.start("losses", "--device", "flex")
@@ -285,6 +318,23 @@ class Parts(unittest.TestCase):
         for one, other in (([], []), ([1.0], [1.0, 2.0]), ([1.0], [None]), ([nan], [1.0]), ([1.0], [nan])):
             self.assertEqual(correctness.distance(one, other), float("inf"), (one, other))
         self.assertEqual(harness.without_infinities({"a": [float("inf"), 1.5]}), {"a": ["inf", 1.5]})
+
+    def test_a_llama_has_the_folder_that_llm_finetune_reads(self) -> None:
+        # The numbers that SmolLM2-135M and TinyLlama-1.1B have.
+        shapes = (llama.LLAMA_135M, llama.LLAMA_1_1B)
+        self.assertEqual([shape.parameters() for shape in shapes], [134_515_008, 1_100_048_384])
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "model"
+            flags = llama.our_flags(folder, llama.LLAMA_135M, 512, 2, 3)
+            self.assertEqual(flags[:2], ["--model", str(folder)])
+            read = lambda file: json.loads((folder / file).read_text())
+            config, words = read("config.json"), read("tokenizer.json")["model"]["vocab"]
+            rows = [json.loads(line)["text"].split() for line in (folder / "rows.jsonl").read_text().splitlines()]
+        self.assertEqual((config["num_key_value_heads"], config["tie_word_embeddings"]), (3, True))
+        self.assertEqual((len(words), words["49151"]), (49_152, 49_151))
+        self.assertEqual([len(row) for row in rows], [512] * 6)
+        self.assertTrue(all(word in words for row in rows for word in row))
+        self.assertIn("--tied", llama.torch_flags(llama.LLAMA_135M, 512, 2, 3))
 
     def test_the_offloaded_size_fits_the_host(self) -> None:
         for gib, arch in ((120, "6.7B"), (64, "2.7B"), (32, None)):
