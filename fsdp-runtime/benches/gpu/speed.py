@@ -94,14 +94,23 @@ def torch_step_seconds(done: Outcome) -> float | None:
     return float(found[1]) if found else None
 
 
+# Most of a step that the host may take to issue it: the rest is a reserve for slower machines.
+MOST_HOST = 0.5
+
+
 def bert(step: StepRun, dtype: str) -> None:
     """A step of a BERT of the base shape, with one rank over NCCL on both sides."""
     context = step.context
+    shares: list[float] = []
+
     def ours(limit: float) -> float | None:
         argv = [context.program("step"), "--cuda", "0", "--world", "1", *BERT_FLAGS, "--variants", PLAIN, "--json"]
         # The first two steps are not counted, here and in PyTorch's side.
         argv += ["--rounds", "1", "--steps", str(BERT_STEPS + 2), *(["--bf16"] if dtype == "bf16" else [])]
         done = step.command("ours", argv, context.env, limit, step_seconds, watch_gpu=True)
+        times = last_json(done.stdout) or {}
+        if "host" in times:
+            shares.append(times["host"] / times["step"])
         return step_seconds(done)
 
     def theirs(limit: float) -> float | None:
@@ -115,6 +124,9 @@ def bert(step: StepRun, dtype: str) -> None:
     rates = {side: rows * length / statistics.median(values) for side, values in found.items() if values}
     facts = {"unit": "seconds a step", "dtype": dtype, "tokens_per_second": rates, "tf32": TF32}
     compare(step, found, facts)
+    share = statistics.median(shares) if shares else None
+    if share is not None:
+        step.check("the host issues a step in time", share <= MOST_HOST, found=share, limit=MOST_HOST)
 
 
 # Attention

@@ -35,7 +35,7 @@ esac"""
 
 
 def agreeing(plain: str, synced: str) -> str:
-    rounds = lambda name, losses: f"""echo '{{"variant": "{name}", "step": 0.02, "losses": {losses}}}'"""
+    rounds = lambda name, losses: f"""echo '{{"variant": "{name}", "step": 0.02, "host": 0.008, "losses": {losses}}}'"""
     return rounds("FULL_SHARD", plain) + "\n" + rounds("FULL_SHARD synced", synced)
 
 
@@ -192,6 +192,8 @@ class Programs(unittest.TestCase):
         self.assertEqual(comparison["ours"]["gpu_peak_mib"], 700)
         self.assertEqual([run["command"] for run in record["commands"]], ["ours", "torch"] * 3)
         self.assertEqual(record["commands"][1]["env"]["TF32"], "1")
+        share = next(check for check in record["checks"] if check["check"] == "the host issues a step in time")
+        self.assertEqual((share["ok"], share["found"]), (True, 0.4))
         # A side that fails is not run again.
         (self.folder / "torch_bert.py").write_text("raise SystemExit('no torch')")
         code, record = self.run_step("bert-f32")
@@ -287,6 +289,40 @@ class Programs(unittest.TestCase):
         self.program("bin/llm_finetune", f"echo '{json.dumps(run)}'; exit 1")
         code, _ = self.run_step("llama-1.1b", "--side", "ours")
         self.assertEqual((code, self.failed(self.record("llama-1.1b-ours"))), (1, ["ours is measured"]))
+
+    def ranks_programs(self, peer: str = "rank 1", losses: str = LOSSES) -> None:
+        """Programs for the step `ranks`. Ranks that train for long end with the failure of `peer`."""
+        self.program("bin/unit_tests", 'echo "conformed: rank $RANK of $WORLD_SIZE"')
+        endless = f'echo started; if [ "$RANK" = 1 ]; then exec sleep 60; fi; sleep 2.5; echo "{peer}"; exit 75'
+        self.program("bin/bert_finetune", f'case "$*" in *100000*) {endless} ;; *) {losses} ;; esac')
+        self.program("bin/gpt_pretrain", """echo '{"num_updates": "1", "loss": "9.5"}'""")
+
+    def test_ranks_that_share_a_gpu_must_agree(self) -> None:
+        self.ranks_programs()
+        code, record = self.run_step("ranks")
+        self.assertEqual((code, self.failed(record)), (0, []))
+        names = [check["check"] for check in record["checks"]]
+        self.assertIn("HYBRID_SHARD, 4 ranks, to FULL_SHARD", names)
+        self.assertIn("a stopped rank is named", names)
+        hybrid = next(run for run in record["commands"] if run["command"] == "HYBRID_SHARD, 4 ranks")
+        self.assertEqual(hybrid["env"]["LOCAL_WORLD_SIZE"], "2")
+        self.assertEqual(hybrid["exit_codes"], [0] * 4)
+
+    def test_other_bits_on_the_stream_fail(self) -> None:
+        other = """case "$FSDP_NCCL_STREAM" in 0) echo '{"losses": [0.7, 0.6, 0.5001]}' ;; *) %s ;; esac"""
+        self.ranks_programs(peer="nobody", losses=other % LOSSES)
+        code, record = self.run_step("ranks")
+        bits = [f"waits on the host, {world} ranks: equal bits" for world in (2, 4)]
+        named = [f"a {name} rank is named" for name in ("killed", "stopped")]
+        self.assertEqual((code, self.failed(record)), (1, bits + named))
+
+    def test_a_rank_that_does_not_end_is_killed(self) -> None:
+        self.ranks_programs()
+        hangs = 'if [ "$RANK" = 1 ]; then exec sleep 60; fi; echo "conformed: rank 0 of $WORLD_SIZE"'
+        self.program("bin/unit_tests", hangs)
+        code, record = self.run_step("ranks", "--deadline", "14")
+        self.assertEqual((code, record["commands"][0]["exit_codes"]), (1, [0, None]))
+        self.assertIn("conformance, 2 ranks", self.failed(record))
 
     def test_a_signal_keeps_the_file(self) -> None:
         self.program("bin/bert_finetune", f'case "$*" in *size\\ 2*) sleep 300 ;; *) {LOSSES} ;; esac')
