@@ -11,7 +11,7 @@ use cubecl::device::CudaDevice;
 
 use super::*;
 use crate::collectives::local::Hub;
-use crate::collectives::nccl::{NcclGroup, fake};
+use crate::collectives::nccl::{MOST_IN_FLIGHT, NcclGroup, fake};
 use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous, RunSecret};
 use fake::OnStream;
 
@@ -229,6 +229,20 @@ fn a_collective_on_the_stream_holds_its_buffer_until_it_has_ended() {
         let AnyProcessGroup::Nccl(group) = group else { unreachable!() };
         group.finish().unwrap();
         assert!(weak.upgrade().is_none(), "the buffer is free after the end");
+    });
+}
+
+#[test]
+fn the_communication_thread_is_two_collectives_ahead_at_most() {
+    two_ranks_on(true, LONG, |group, _| {
+        fake::run_on_stream(OnStream::ShownLate);
+        let AnyProcessGroup::Nccl(nccl) = group else { unreachable!() };
+        let mut most = 0;
+        for _ in 0..10 {
+            gather_into(group, &buffer(200));
+            most = most.max(nccl.in_flight());
+        }
+        assert!(most <= MOST_IN_FLIGHT, "{most} collectives hold their memory");
     });
 }
 

@@ -174,6 +174,12 @@ impl NcclGroup {
         Ok(())
     }
 
+    /// Returns the number of collectives on CubeCL's stream that have not ended.
+    #[cfg(test)]
+    pub(in crate::collectives) fn in_flight(&self) -> usize {
+        self.in_flight.as_ref().map_or(0, |in_flight| in_flight.len())
+    }
+
     /// Waits on the host until the collectives before have ended, for results that leave the device and
     /// are not followed by another collective.
     ///

@@ -1,8 +1,9 @@
 //! Collectives on CubeCL's stream that have not ended, and the thread that watches them.
 //!
 //! The communication thread puts a collective on its stream and goes on: kernels that use the result
-//! come after it on the stream, or wait for a fence. Nobody waits for its end on the host. The thread
-//! here looks for errors of NCCL, failures of other ranks and the time-out. On either it ends the run
+//! come after it on the stream, or wait for a fence. Nobody waits for its end on the host, but that the
+//! communication thread is at most [`MOST`] collectives ahead of the device: what these read, such as
+//! gradients, stays in memory until they end. The thread here looks for errors of NCCL, failures of other ranks and the time-out. On either it ends the run
 //! and aborts the communicator, so that the device does not wait for ever.
 //!
 //! The failure is known to the group before the device ends an aborted collective. So a thread that
@@ -19,6 +20,9 @@ use super::watch::Watch;
 use crate::collectives::op::Op;
 use crate::collectives::store::HostGroup;
 use crate::error::IgnorePoison;
+
+/// Most collectives of a rank that have not ended: one that runs, and one that follows without a pause.
+pub(in crate::collectives) const MOST: usize = 2;
 
 /// A collective on the stream of the communication thread.
 pub(super) struct Collective {
@@ -53,6 +57,13 @@ struct State {
     /// Whether the thread watches one more.
     is_watching: bool,
     is_closed: bool,
+}
+
+impl State {
+    /// Returns the number of collectives that have not ended.
+    fn len(&self) -> usize {
+        self.waiting.len() + usize::from(self.is_watching)
+    }
 }
 
 #[derive(Default)]
@@ -113,16 +124,28 @@ impl InFlight {
         Ok(Self { queue, thread: Some(thread) })
     }
 
-    /// Adds a collective that was put on the stream after those before it.
+    /// Adds a collective that was put on the stream after those before it. Waits until at most [`MOST`]
+    /// have not ended.
     pub(super) fn add(&self, collective: Collective) {
         self.queue.lock().waiting.push_back(collective);
         self.queue.changed.notify_all();
+        self.wait_for_all_but(MOST);
+    }
+
+    /// Returns the number of collectives that have not ended.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.queue.lock().len()
     }
 
     /// Waits until all collectives have ended.
     pub(super) fn wait_for_all(&self) {
+        self.wait_for_all_but(0);
+    }
+
+    fn wait_for_all_but(&self, most: usize) {
         let mut state = self.queue.lock();
-        while state.is_watching || !state.waiting.is_empty() {
+        while state.len() > most {
             state = self.queue.wait(state);
         }
     }
