@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,13 +19,8 @@ import correctness
 import harness
 import llama
 import speed
+from stand_ins import HERE, LOSSES, StandIns
 
-HERE = Path(__file__).resolve().parent
-SMI = """case "$*" in
-*-lms*) echo 100; echo 700; exec sleep 60 ;;
-*) echo "Some GPU, 1.2, 81559 MiB, 9.0" ;;
-esac"""
-LOSSES = """echo '{"losses": [0.7, 0.6, 0.5]}'"""
 TESTS = """case "$*" in
 *--list*) printf 'kernels::a::one: test\\nkernels::a::two: test\\nkernels::b::three: test\\n' ;;
 *a::*) printf 'test kernels::a::one ... ok\\ntest kernels::a::two ... ok\\n' ;;
@@ -39,40 +33,7 @@ def agreeing(plain: str, synced: str) -> str:
     return rounds("FULL_SHARD", plain) + "\n" + rounds("FULL_SHARD synced", synced)
 
 
-class Programs(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-        self.program("tools/nvidia-smi", SMI)
-        for name in ("bert_finetune", "gpt_pretrain", "step", "kernels", "unit_tests", "attention", "kernel_rates"):
-            self.program(f"bin/{name}", "true")
-        self.program("bin/llm_finetune", "true")
-
-    def program(self, name: str, script: str) -> None:
-        path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        argv = [sys.executable, str(HERE / "run"), *arguments]
-        argv += ["--pack", str(self.folder), "--out", str(self.folder / "out")]
-        env = os.environ | {"PATH": f"{self.folder}/tools:{os.environ['PATH']}"}
-        return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def run_step(self, step: str, *arguments: str) -> "tuple[int, dict]":
-        """Runs a step. Returns its exit code and its JSON file."""
-        running = self.start(step, *arguments)
-        running.communicate(timeout=60)
-        return running.returncode, self.record(step)
-
-    def record(self, name: str) -> dict:
-        return json.loads((self.folder / f"out/{name}.json").read_text())
-
-    def failed(self, record: dict) -> "list[str]":
-        return [check["check"] for check in record["checks"] if not check["ok"]]
-
+class Programs(StandIns):
     def test_equal_losses_pass(self) -> None:
         self.program("bin/bert_finetune", LOSSES)
         code, record = self.run_step("losses", "--device", "flex")
@@ -289,40 +250,6 @@ class Programs(unittest.TestCase):
         self.program("bin/llm_finetune", f"echo '{json.dumps(run)}'; exit 1")
         code, _ = self.run_step("llama-1.1b", "--side", "ours")
         self.assertEqual((code, self.failed(self.record("llama-1.1b-ours"))), (1, ["ours is measured"]))
-
-    def ranks_programs(self, peer: str = "rank 1", losses: str = LOSSES) -> None:
-        """Programs for the step `ranks`. Ranks that train for long end with the failure of `peer`."""
-        self.program("bin/unit_tests", 'echo "conformed: rank $RANK of $WORLD_SIZE"')
-        endless = f'echo started; if [ "$RANK" = 1 ]; then exec sleep 60; fi; sleep 2.5; echo "{peer}"; exit 75'
-        self.program("bin/bert_finetune", f'case "$*" in *100000*) {endless} ;; *) {losses} ;; esac')
-        self.program("bin/gpt_pretrain", """echo '{"num_updates": "1", "loss": "9.5"}'""")
-
-    def test_ranks_that_share_a_gpu_must_agree(self) -> None:
-        self.ranks_programs()
-        code, record = self.run_step("ranks")
-        self.assertEqual((code, self.failed(record)), (0, []))
-        names = [check["check"] for check in record["checks"]]
-        self.assertIn("HYBRID_SHARD, 4 ranks, to FULL_SHARD", names)
-        self.assertIn("a stopped rank is named", names)
-        hybrid = next(run for run in record["commands"] if run["command"] == "HYBRID_SHARD, 4 ranks")
-        self.assertEqual(hybrid["env"]["LOCAL_WORLD_SIZE"], "2")
-        self.assertEqual(hybrid["exit_codes"], [0] * 4)
-
-    def test_other_bits_on_the_stream_fail(self) -> None:
-        other = """case "$FSDP_NCCL_STREAM" in 0) echo '{"losses": [0.7, 0.6, 0.5001]}' ;; *) %s ;; esac"""
-        self.ranks_programs(peer="nobody", losses=other % LOSSES)
-        code, record = self.run_step("ranks")
-        bits = [f"waits on the host, {world} ranks: equal bits" for world in (2, 4)]
-        named = [f"a {name} rank is named" for name in ("killed", "stopped")]
-        self.assertEqual((code, self.failed(record)), (1, bits + named))
-
-    def test_a_rank_that_does_not_end_is_killed(self) -> None:
-        self.ranks_programs()
-        hangs = 'if [ "$RANK" = 1 ]; then exec sleep 60; fi; echo "conformed: rank 0 of $WORLD_SIZE"'
-        self.program("bin/unit_tests", hangs)
-        code, record = self.run_step("ranks", "--deadline", "14")
-        self.assertEqual((code, record["commands"][0]["exit_codes"]), (1, [0, None]))
-        self.assertIn("conformance, 2 ranks", self.failed(record))
 
     def test_a_signal_keeps_the_file(self) -> None:
         self.program("bin/bert_finetune", f'case "$*" in *size\\ 2*) sleep 300 ;; *) {LOSSES} ;; esac')
