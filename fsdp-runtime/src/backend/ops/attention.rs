@@ -366,9 +366,12 @@ mod tests {
         let causal = AttentionRule { causal: true, ..AttentionRule::new(0.3) };
         let window = AttentionRule { window: Some(21), ..causal.clone() };
         let packed = AttentionRule { segments, ..causal.clone() };
-        let mut cases = vec![(Device::flex(), DType::F32), (Device::flex(), DType::F64)];
-        #[cfg(feature = "cpu")]
-        cases.push((Device::cpu(), DType::F32));
+        let cases = [
+            (Device::flex(), DType::F32),
+            (Device::flex(), DType::F64),
+            #[cfg(feature = "cpu")]
+            (Device::cpu(), DType::F32),
+        ];
         // Two blocks, of which no tile has the length.
         let own: Vec<usize> = (20..60).chain(100..140).collect();
         for (device, dtype) in cases {
