@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -144,9 +145,16 @@ class GpuMemory:
         return max((int(line) for line in lines if line.strip().isdigit()), default=None)
 
 
-def end_group(child: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of a command's group, in at most twice the grace time."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def end_group(child: subprocess.Popen[bytes], signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGKILL)) -> None:
+    """Ends all processes of a command's group, in at most the grace time for each signal."""
+    for number in signals:
         try:
             os.killpg(child.pid, number)
         except ProcessLookupError:

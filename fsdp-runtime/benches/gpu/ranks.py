@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from correctness import OTHER_ROWS, SAME_DEVICE, distance
-from harness import GRACE, POLL, TAIL, StepRun, json_lines, last_json
+from harness import POLL, TAIL, StepRun, end_group, free_port, json_lines, last_json
 
 # Exit code of a rank whose peer has failed.
 PEER_FAILED = 75
@@ -41,12 +40,6 @@ class Rank:
     text: str
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def place(rank: int, world: int, port: int, local: int) -> dict[str, str]:
     """The variables of a rank, on machines of `local` ranks."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank % local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local}
@@ -58,15 +51,6 @@ def place(rank: int, world: int, port: int, local: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         **SHARES,
     }
-
-
-def kill(child: "subprocess.Popen[bytes]") -> None:
-    """Ends a rank, also a stopped one, with all its processes."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait(GRACE)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
-        pass
 
 
 def run_ranks(
@@ -125,7 +109,8 @@ def run_ranks(
         entry["error"] = str(error)
     finally:
         for child in children:
-            kill(child)
+            # A stopped rank does not end by SIGTERM.
+            end_group(child, (signal.SIGKILL,))
     texts = [log.read_text(errors="replace") if log.is_file() else "" for log in logs]
     found = [
         Rank(children[rank].returncode if rank in ends else None, ends.get(rank, limit), texts[rank])

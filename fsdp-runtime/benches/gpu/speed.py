@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 import statistics
 from typing import Any, Callable
 
 import llama
 from correctness import PLAIN
-from harness import Outcome, StepRun, available_bytes, json_lines, last_json
+from harness import Outcome, StepRun, available_bytes, free_port, json_lines, last_json
 
 # Rounds of a comparison, as far as the step's time allows. Both sides take turns.
 ROUNDS = 3
@@ -24,11 +23,8 @@ Side = Callable[[float], "float | None"]
 
 def one_rank() -> dict[str, str]:
     """The variables of the only rank, for PyTorch."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def take_turns(step: StepRun, ours: Side, theirs: Side) -> dict[str, list[float]]:

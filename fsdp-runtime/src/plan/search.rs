@@ -245,8 +245,9 @@ impl Settings {
             _ => ActivationCheckpointing::None,
         };
         let [tensor, context] = self.parts;
-        let options = question.options.clone().with_strategy(self.strategy);
+        let options = question.options.clone();
         let options = options
+            .with_strategy(self.strategy)
             .with_tensor_parallel(tensor)
             .with_sequence_parallel(tensor > 1)
             .with_context_parallel(context)
@@ -278,11 +279,13 @@ impl Settings {
         loop {
             let simulated = micro_batches.min(OF_MEMORY);
             let batch = Batch::new(samples / micro_batches, question.length);
-            let estimate = plan.estimate(batch.with_micro_batches(simulated), cluster);
+            let mut estimate = plan.estimate(batch.with_micro_batches(simulated), cluster);
             tried += 1;
             if estimate.fits() {
-                let all = plan.estimate(batch.with_micro_batches(micro_batches), cluster);
-                return Ok((tried, self.with(question, micro_batches, all)));
+                if simulated < micro_batches {
+                    estimate = plan.estimate(batch.with_micro_batches(micro_batches), cluster);
+                }
+                return Ok((tried, self.with(question, micro_batches, estimate)));
             }
             if !samples.is_multiple_of(2 * micro_batches) {
                 return Ok((tried, self.with(question, micro_batches, estimate)));

@@ -39,6 +39,22 @@ fn free_port() -> u16 {
     std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
+/// Joins the host group of a world of processes, with rank 0 at this port.
+fn process(rank: Rank, world: WorldSize, port: u16, check: &Check) -> HostGroup {
+    HostGroup::process(&Rendezvous {
+        rank,
+        world,
+        host: "127.0.0.1",
+        port,
+        run: String::new(),
+        secret: RunSecret::default(),
+        listen: None,
+        timeout: check.timeout,
+        debug: check.debug,
+    })
+    .unwrap()
+}
+
 /// Runs a check on every rank of a world, on process groups that `join` forms.
 fn run(world: WorldSize, over: Over, check: &Check, join: impl Fn(HostGroup) -> NcclGroup + Sync) {
     println!("{world} ranks, {over:?}: {}", check.name);
@@ -52,18 +68,7 @@ fn run(world: WorldSize, over: Over, check: &Check, join: impl Fn(HostGroup) -> 
                 GPU.with_borrow_mut(|gpu| *gpu = rank.index());
                 let host = match over {
                     Over::Threads => HostGroup::thread(hub, heartbeats, rank),
-                    Over::Store(port) => HostGroup::process(&Rendezvous {
-                        rank,
-                        world,
-                        host: "127.0.0.1",
-                        port,
-                        run: String::new(),
-                        secret: RunSecret::default(),
-                        listen: None,
-                        timeout: check.timeout,
-                        debug: check.debug,
-                    })
-                    .unwrap(),
+                    Over::Store(port) => process(rank, world, port, check),
                 };
                 let group = AnyProcessGroup::Nccl(join(host));
                 joined.wait();
@@ -304,18 +309,8 @@ fn ranks_conform_as_processes_on_one_gpu() {
     let rank = world.rank(rank).unwrap();
     for (number, check) in checks::<CubeBackend>().iter().enumerate() {
         println!("{world} ranks: {}", check.name);
-        let host = HostGroup::process(&Rendezvous {
-            rank,
-            world,
-            host: "127.0.0.1",
-            port: u16::try_from(port + number).unwrap(),
-            run: String::new(),
-            secret: RunSecret::default(),
-            listen: None,
-            timeout: check.timeout,
-            debug: check.debug,
-        })
-        .unwrap();
+        let port = u16::try_from(port + number).unwrap();
+        let host = process(rank, world, port, check);
         let group = NcclGroup::world(host, 0).unwrap();
         // Without the barrier a fast rank could fail the group before another one has joined it.
         group.exchange(&op("barrier", "the check"), ()).unwrap();

@@ -278,8 +278,7 @@ unsafe extern "C" fn group_end() -> Code {
             OnStream::Later => std::thread::sleep(LATE),
             OnStream::Prompt | OnStream::ShownLate => {}
         }
-        if when == OnStream::Prompt {
-            // The end shows no later than that of the call.
+        if when != OnStream::ShownLate {
             return work(&comm, posts, &issued);
         }
         work(&comm, posts, &Issued::new(false));

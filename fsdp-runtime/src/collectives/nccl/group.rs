@@ -77,10 +77,7 @@ impl NcclGroup {
 
     /// Ends this rank's participation, after its last collective.
     pub(crate) fn leave(&self) {
-        if let Some(in_flight) = &self.in_flight {
-            in_flight.wait_for_all();
-        }
-        if self.failure().is_some() {
+        if self.finish().is_err() {
             self.communicator.abort();
         }
         self.host.leave();
@@ -161,13 +158,16 @@ impl NcclGroup {
                 .start(dtype, stream, &mut watch, |collectives| queue(collectives, start))
         }
         .map_err(ended)?;
-        let (communicator, host, op) = (self.communicator.clone(), self.host.clone(), op.clone());
         match &self.in_flight {
-            Some(in_flight) => {
-                in_flight.add(Collective { communicator, host, op, marks, held });
-            }
+            Some(in_flight) => in_flight.add(Collective {
+                communicator: self.communicator.clone(),
+                host: self.host.clone(),
+                op: op.clone(),
+                marks,
+                held,
+            }),
             None => {
-                communicator.wait_for(&marks, &mut watch).map_err(ended)?;
+                self.communicator.wait_for(&marks, &mut watch).map_err(ended)?;
                 drop(ManuallyDrop::into_inner(held));
             }
         }

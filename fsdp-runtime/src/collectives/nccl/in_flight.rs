@@ -1,10 +1,12 @@
 //! Collectives on CubeCL's stream that have not ended, and the thread that watches them.
 //!
-//! The communication thread puts a collective on its stream and goes on: kernels that use the result
-//! come after it on the stream, or wait for a fence. Nobody waits for its end on the host, but that the
-//! communication thread is at most [`MOST`] collectives ahead of the device: what these read, such as
-//! gradients, stays in memory until they end. The thread here looks for errors of NCCL, failures of other ranks and the time-out. On either it ends the run
-//! and aborts the communicator, so that the device does not wait for ever.
+//! The communication thread puts a collective on its stream and goes on. Kernels that use the result
+//! come after it on the stream, or wait for a fence. The host does not wait for its end, but the
+//! communication thread stays at most [`MOST`] collectives ahead of the device. What a collective reads,
+//! such as gradients, is in memory until it has ended.
+//!
+//! The thread here looks for errors of NCCL, failures of other ranks and the time-out. On any of them it
+//! ends the run and aborts the communicator, so that the device does not wait for ever.
 //!
 //! The failure is known to the group before the device ends an aborted collective. So a thread that
 //! has waited for the device and then finds no failure has read complete results.
@@ -37,11 +39,11 @@ pub(super) struct Collective {
 impl Collective {
     /// Waits for the end. A failure ends the run of all ranks.
     fn watch(self) {
-        let outcome = match self.host.failure() {
-            Some(_) => return self.communicator.abort(),
-            None => self.communicator.wait_for(&self.marks, &mut Watch::in_background(&self.host)),
-        };
-        match outcome {
+        if self.host.failure().is_some() {
+            return self.communicator.abort();
+        }
+        let mut watch = Watch::in_background(&self.host);
+        match self.communicator.wait_for(&self.marks, &mut watch) {
             Ok(()) => drop(ManuallyDrop::into_inner(self.held)),
             Err(interruption) => {
                 interruption.end_run(&self.host, &self.op);

@@ -7,9 +7,9 @@
 //!    issue different collectives, come late or do not come are named before any data moves. Ranks
 //!    also exchange what NCCL does not carry, such as which rank has which gradient.
 //! 2. CubeCL gives the buffer's address, and the stream, after all work that was issued on the buffer.
-//! 3. NCCL puts the collective on that stream. Kernels and fences that follow come after it. Nobody
-//!    waits for it on the host; a thread of its own watches it ([`in_flight`]). The next collective but
-//!    one waits until it has ended, which bounds the memory that collectives hold.
+//! 3. NCCL puts the collective on that stream. Kernels and fences that follow come after it. A
+//!    thread of its own watches it ([`in_flight`]). At most two collectives are there at a time, which
+//!    bounds the memory that they hold.
 //!
 //! With [`NCCL_STREAM_VARIABLE`](super::cuda::NCCL_STREAM_VARIABLE) at `0` NCCL runs on a stream of
 //! the rank's own, and the host waits before a collective and after it.
