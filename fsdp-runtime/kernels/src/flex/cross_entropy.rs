@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use super::attention::exp_or_zero;
 use super::float::slice;
 use super::product::Threads::Pool;
-use super::product::{Matrix, multiply};
+use super::product::{Matrix, append_product, multiply, new_product};
 use super::rows::{row_max, row_sum};
 use crate::cross_entropy::{LossResults, LossRule, LossTensors};
 
@@ -41,22 +41,23 @@ pub(super) fn forward(
         rule,
     };
     let shapes = [tensors.hidden.shape(), tensors.weight.shape(), Shape::from([classes])];
-    let wanted = rule.gradients;
-    let mut gradients = [0, 1, 2].map(|at| {
-        let elements = if wanted[at] { shapes[at].num_elements() } else { 0 };
-        vec![0f32; elements]
-    });
-    let mut logits = vec![0f32; rule.chunk.min(rows) * classes];
+    let mut gradients = Gradients {
+        hidden: rule.gradients[0].then(|| Vec::with_capacity(rows * width)),
+        weight: None,
+        bias: rule.gradients[2].then(|| vec![0.0; classes]),
+    };
+    let mut logits = Vec::new();
     let mut loss = 0f64;
     for start in (0..rows).step_by(rule.chunk) {
         let range = start..(start + rule.chunk).min(rows);
         loss += problem.run(range, &mut logits, &mut gradients);
     }
     let number = |number: f32| FlexTensor::from_data(TensorData::new(vec![number], [1]));
-    let gradients = gradients.into_iter().zip(shapes).zip(wanted);
-    let gradients = gradients
-        .filter(|(_, wanted)| *wanted)
-        .map(|((gradient, shape), _)| FlexTensor::from_data(TensorData::new(gradient, shape)));
+    let Gradients { hidden, weight, bias } = gradients;
+    let gradients = [hidden, weight, bias].into_iter().zip(shapes);
+    let gradients = gradients.filter_map(|(gradient, shape)| {
+        gradient.map(|gradient| FlexTensor::from_data(TensorData::new(gradient, shape)))
+    });
     let loss = (loss * f64::from(problem.scale)) as f32;
     LossResults { loss: number(loss), factor: number(1.0), gradients: gradients.collect() }
 }
@@ -74,6 +75,14 @@ fn targets(targets: &[f32], classes: usize, rule: &LossRule) -> Vec<Option<usize
     targets.iter().enumerate().map(class).collect()
 }
 
+/// Elements of the gradients that are wanted, of the rows so far.
+struct Gradients {
+    hidden: Option<Vec<f32>>,
+    /// `None` before the first rows, too.
+    weight: Option<Vec<f32>>,
+    bias: Option<Vec<f32>>,
+}
+
 /// A loss on contiguous tensors.
 struct Problem<'a> {
     hidden: &'a [f32],
@@ -88,40 +97,36 @@ struct Problem<'a> {
 }
 
 impl Problem<'_> {
-    /// Returns the sum of the losses of some rows, and adds their gradients.
-    fn run(
-        &self,
-        range: Range<usize>,
-        logits: &mut [f32],
-        [of_hidden, of_weight, of_bias]: &mut [Vec<f32>; 3],
-    ) -> f64 {
+    /// Returns the sum of the losses of the next rows, and adds their gradients.
+    fn run(&self, range: Range<usize>, logits: &mut Vec<f32>, gradients: &mut Gradients) -> f64 {
         let ([width, classes], rows) = (self.sizes, range.len());
-        let logits = &mut logits[..rows * classes];
         let elements = range.start * width..range.end * width;
-        let hidden = Matrix::new(&self.hidden[elements.clone()], [rows, width], width);
+        let hidden = Matrix::new(&self.hidden[elements], [rows, width], width);
         // `[width, classes]`
         let weight = match self.rule.embedding {
             true => Matrix::new(self.weight, [classes, width], width).transposed(),
             false => Matrix::new(self.weight, [width, classes], classes),
         };
-        multiply(Pool, (logits, classes), false, 1.0, [hidden, weight]);
+        logits.clear();
+        let logits = append_product(logits, [hidden, weight]);
         let rows_of = logits.par_chunks_mut(classes).zip(&self.targets[range]);
         let losses: Vec<f64> = rows_of.map(|(logits, target)| self.row(logits, *target)).collect();
-        let [wants_hidden, wants_weight, wants_bias] = self.rule.gradients;
-        if wants_bias {
+        if let Some(of_bias) = &mut gradients.bias {
             add_rows(of_bias, logits);
         }
         let slopes = Matrix::new(logits, [rows, classes], classes);
-        if wants_hidden {
-            let factors = [slopes, weight.transposed()];
-            multiply(Pool, (&mut of_hidden[elements], width), true, 1.0, factors);
+        if let Some(of_hidden) = &mut gradients.hidden {
+            append_product(of_hidden, [slopes, weight.transposed()]);
         }
-        if wants_weight {
+        if self.rule.gradients[1] {
             let (factors, stride) = match self.rule.embedding {
                 true => ([slopes.transposed(), hidden], width),
                 false => ([hidden.transposed(), slopes], classes),
             };
-            multiply(Pool, (of_weight, stride), true, 1.0, factors);
+            match &mut gradients.weight {
+                None => gradients.weight = Some(new_product(factors)),
+                Some(of_weight) => multiply(Pool, (of_weight, stride), true, 1.0, factors),
+            }
         }
         // The order does not depend on the threads.
         losses.into_iter().sum()

@@ -3,6 +3,7 @@
 //! A product is written to memory that nothing wrote before. Burn's product of Flex fills its memory with
 //! zeros and copies it to aligned memory first.
 
+mod consecutive;
 mod turned;
 
 use std::borrow::Cow;
@@ -13,6 +14,7 @@ use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
+use self::consecutive::{consecutive_rows, copied_columns, is_copied_first};
 use self::turned::{is_faster_turned, multiply_turned};
 use super::float::{KernelFloat, with_float_type};
 use super::loops::convert;
@@ -42,6 +44,11 @@ impl<'a> Matrix<'a> {
     /// Returns the rows in the range, which is not empty.
     fn rows(self, rows: Range<usize>) -> Self {
         Self { elements: &self.elements[rows.start * self.row_stride..], rows: rows.len(), ..self }
+    }
+
+    /// Returns the columns in the range, which is not empty.
+    fn columns(self, columns: Range<usize>) -> Self {
+        self.transposed().rows(columns).transposed()
     }
 
     /// Returns the elements of each row.
@@ -116,14 +123,21 @@ pub(super) fn product([a, b]: [&FlexTensor; 2], dtype: DType) -> FlexTensor {
 }
 
 /// Returns the elements of `a · b`.
-fn new_product([a, b]: [Matrix<'_>; 2]) -> Vec<f32> {
-    let numel = a.rows * b.columns;
-    let mut sums = Vec::with_capacity(numel);
+pub(super) fn new_product(factors: [Matrix<'_>; 2]) -> Vec<f32> {
+    let mut sums = Vec::new();
+    append_product(&mut sums, factors);
+    sums
+}
+
+/// Appends the elements of `a · b` to `sums`, and returns them.
+pub(super) fn append_product<'a>(sums: &'a mut Vec<f32>, [a, b]: [Matrix<'_>; 2]) -> &'a mut [f32] {
+    let (len, numel) = (sums.len(), a.rows * b.columns);
+    sums.reserve_exact(numel);
     let target = &mut sums.spare_capacity_mut()[..numel];
     multiply_into(Threads::Pool, (target, b.columns), false, 1.0, [a, b]);
     // SAFETY: a product that is not added writes all its elements.
-    unsafe { sums.set_len(numel) };
-    sums
+    unsafe { sums.set_len(len + numel) };
+    &mut sums[len..]
 }
 
 /// A matrix as f32.
@@ -245,8 +259,7 @@ fn multiply_into(
     parts.into_par_iter().for_each(|[row, column]| {
         let a = a.rows(row..(row + part_rows).min(a.rows));
         let columns = column..(column + part_columns).min(b.columns);
-        let b = b.transposed().rows(columns).transposed();
-        multiply_at([row, column], [a, b]);
+        multiply_at([row, column], [a, b.columns(columns)]);
     });
 }
 
@@ -317,6 +330,25 @@ fn keeps_bits([rows, columns]: [usize; 2]) -> bool {
 ///
 /// The rows of the target lie in memory that nothing else uses. They are initialised if `adds` is true.
 unsafe fn multiply_part(target: Target, adds: bool, scale: f32, [a, b]: [Matrix<'_>; 2]) {
+    if !(keeps_bits([a.rows, b.columns]) && is_copied_first(b)) {
+        // SAFETY: as the caller promises.
+        unsafe { multiply_as_it_is(target, adds, scale, [a, b]) };
+        return;
+    }
+    let mut copy = Vec::new();
+    for (first, count) in blocks(b.columns, copied_columns(b.rows)) {
+        let block = consecutive_rows(b.columns(first..first + count), &mut copy);
+        // SAFETY: as the caller promises, for these columns of the target.
+        unsafe { multiply_as_it_is(target.part(0, first), adds, scale, [a, block]) };
+    }
+}
+
+/// Computes [`multiply_part`] with the factors where they are.
+///
+/// # Safety
+///
+/// As for [`multiply_part`].
+unsafe fn multiply_as_it_is(target: Target, adds: bool, scale: f32, [a, b]: [Matrix<'_>; 2]) {
     let [stride, a_rows, a_columns, b_rows, b_columns] =
         [target.stride, a.row_stride, a.column_stride, b.row_stride, b.column_stride]
             .map(|stride| stride as isize);
@@ -345,6 +377,16 @@ unsafe fn multiply_part(target: Target, adds: bool, scale: f32, [a, b]: [Matrix<
             gemm::Parallelism::None,
         );
     }
+}
+
+/// Returns the start and the length of each block of `count` rows or columns. The last block has those that are left
+/// over as well, so that no block is so small that `gemm` adds the terms of an element in another order.
+fn blocks(count: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
+    let blocks = (count / size).max(1);
+    (0..blocks).map(move |at| {
+        let end = if at + 1 == blocks { count } else { (at + 1) * size };
+        (at * size, end - at * size)
+    })
 }
 
 #[cfg(test)]

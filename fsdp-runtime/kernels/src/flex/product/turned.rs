@@ -1,23 +1,22 @@
 //! Products that are computed transposed, where this takes less time.
 
-use super::{Matrix, Target, keeps_bits, multiply_part};
+use super::consecutive::{consecutive_rows, copied_columns, is_copied_first, transposition};
+use super::{Matrix, Target, blocks, keeps_bits, multiply_as_it_is};
 
 /// Returns whether the transposed product, whose result is transposed at the end, takes less time.
 ///
-/// The kernels of `gemm` compute vectors of columns, and transpose a second factor whose rows are not
-/// consecutive. The transposed product has vectors of rows, and transposes a first factor whose columns are not.
+/// The kernels of `gemm` compute vectors of columns, and need a second factor with consecutive elements in each
+/// row. The transposed product has vectors of rows, and needs consecutive elements in each column of the first.
 pub(super) fn is_faster_turned(a: Matrix<'_>, b: Matrix<'_>) -> bool {
-    /// Multiplications that take as long as it takes to transpose an element of a factor, and of the result.
-    const FACTOR: usize = 60;
-    const RESULT: usize = 120;
+    /// Multiplications that take as long as it takes to transpose an element of the result.
+    const RESULT: usize = 60;
     const VECTOR: usize = 16;
     let (rows, inner, columns) = (a.rows, a.columns, b.columns);
-    let cost = |others: usize, vectors: usize, is_consecutive: bool| {
-        let transposed = if is_consecutive { 0 } else { FACTOR * inner * vectors };
-        others * inner * vectors.next_multiple_of(VECTOR) + transposed
-    };
-    let plain = cost(rows, columns, b.column_stride == 1);
-    let turned = cost(columns, rows, a.row_stride == 1) + RESULT * rows * columns;
+    let multiplications =
+        |others: usize, vectors: usize| others * inner * vectors.next_multiple_of(VECTOR);
+    let plain = multiplications(rows, columns) + transposition(b);
+    let turned =
+        multiplications(columns, rows) + transposition(a.transposed()) + RESULT * rows * columns;
     // Both have the same bits where no result is so small that `gemm` has a kernel of its own for it.
     keeps_bits([rows, columns]) && turned + turned / 16 < plain
 }
@@ -30,27 +29,23 @@ pub(super) fn is_faster_turned(a: Matrix<'_>, b: Matrix<'_>) -> bool {
 pub(super) unsafe fn multiply_turned(target: Target, scale: f32, [a, b]: [Matrix<'_>; 2]) {
     /// Rows of `a` whose products lie in memory at once: as many as stay in the cache.
     const ROWS: usize = 2048;
-    let columns = b.columns;
-    let mut products: Vec<f32> = Vec::with_capacity(a.rows.min(2 * ROWS) * columns);
-    for (first, count) in blocks(a.rows, ROWS) {
-        let part = Target { start: products.as_mut_ptr(), stride: columns };
-        // SAFETY: the vector has room for `count` rows. The target is that of the caller.
-        unsafe {
-            multiply_part(part, false, scale, [a.rows(first..first + count), b]);
-            products.set_len(count * columns);
-            transpose(&products, columns, target.part(0, first));
+    let width = if is_copied_first(b) { copied_columns(b.rows) } else { b.columns };
+    let (mut copy, mut products) = (Vec::new(), Vec::<f32>::new());
+    for (column, columns) in blocks(b.columns, width) {
+        let b = b.columns(column..column + columns);
+        let b = if is_copied_first(b) { consecutive_rows(b, &mut copy) } else { b };
+        for (first, count) in blocks(a.rows, ROWS) {
+            products.clear();
+            products.reserve(count * columns);
+            let part = Target { start: products.as_mut_ptr(), stride: columns };
+            // SAFETY: the vector has room for the products of `count` rows. The target is that of the caller.
+            unsafe {
+                multiply_as_it_is(part, false, scale, [a.rows(first..first + count), b]);
+                products.set_len(count * columns);
+                transpose(&products, columns, target.part(column, first));
+            }
         }
     }
-}
-
-/// Returns the first row and the number of rows of each block. The last block has the rows that are left over as
-/// well, so that no block has so few rows that `gemm` adds their terms in another order.
-fn blocks(rows: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
-    let count = (rows / size).max(1);
-    (0..count).map(move |at| {
-        let end = if at + 1 == count { rows } else { (at + 1) * size };
-        (at * size, end - at * size)
-    })
 }
 
 /// Writes the transpose of rows of `len` elements.
@@ -85,7 +80,9 @@ mod tests {
         for ([rows, inner, columns], transposed) in [
             ([768, 300, 8], [true, false]),
             ([70, 900, 3000], [false, true]),
-            ([130, 3000, 600], [false, true]),
+            ([128, 3000, 600], [false, true]),
+            ([100, 1024, 3000], [false, true]),
+            ([140, 16_384, 300], [false, true]),
             ([5000, 64, 2], [true, false]),
             ([66, 700, 4500], [false, true]),
         ] {
@@ -98,7 +95,7 @@ mod tests {
             let mut plain = vec![0f32; rows * columns];
             let target = Target { start: plain.as_mut_ptr(), stride: columns };
             // SAFETY: the vector has room for the product.
-            unsafe { multiply_part(target, false, 0.5, factors) };
+            unsafe { multiply_as_it_is(target, false, 0.5, factors) };
             for threads in [1, 2, 3] {
                 // Rows of the target are farther apart than they are long.
                 let mut turned = vec![1f32; rows * (columns + 3)];
