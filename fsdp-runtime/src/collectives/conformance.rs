@@ -330,6 +330,9 @@ fn absent_gradients<B: Tested>(group: &AnyProcessGroup) {
     reduce::<B>(group, &[100, 7], |_, entry| entry % 2 == 0);
     reduce::<B>(group, &[1000, 1001], |rank, entry| (rank + entry) % 2 == 0);
     reduce::<B>(group, &[1000, 1001], |rank, _| rank == 0);
+    // Large enough for one thread to reduce a replicated gradient for all.
+    reduce::<B>(group, &[40_000, 70_000, 20_000], |rank, entry| (rank + entry) % 3 == 0);
+    reduce::<B>(group, &[40_000, 70_000], |_, entry| entry == 3);
 }
 
 /// Reduces matrices of several types, with gradients sent in their own types, or all in one type.

@@ -293,6 +293,26 @@ fn own<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
     B::copy_range(tensor, 0..numel, shape)
 }
 
+/// Returns for each gradient the position of the one member that reduces it for all members, which read its result in
+/// host memory; `None` where each member reduces what it keeps. All members get the same positions.
+fn reducers(keep: &[Reduce], members: usize) -> Vec<Option<usize>> {
+    /// Elements of a gradient whose reduction by every member takes longer than a second exchange.
+    const LARGE: usize = 1 << 14;
+    let mut entries: Vec<usize> = (0..keep.len()).collect();
+    let numel = |entry: usize| keep[entry].range.len();
+    entries.retain(|&entry| keep[entry].segment.is_none() && numel(entry) >= LARGE && members > 1);
+    // The largest first, each to the member with the fewest elements so far.
+    entries.sort_by_key(|&entry| std::cmp::Reverse(numel(entry)));
+    let mut elements = vec![0; members];
+    let mut reducers = vec![None; keep.len()];
+    for entry in entries {
+        let fewest = (0..members).min_by_key(|&index| elements[index]);
+        reducers[entry] = fewest;
+        elements[fewest.expect("a group has members")] += numel(entry);
+    }
+    reducers
+}
+
 /// Returns the gradients of several ranks in one dtype. On a device the dtypes may differ: a rank
 /// that has accumulated several micro-batches has their sum in f32.
 fn in_one_dtype<B: ShardBackend>(parts: Vec<(Float<B>, usize)>) -> Vec<(Float<B>, usize)> {
@@ -355,11 +375,14 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
         let ReduceScatter { gradients, keep, divisor, .. } = request;
         let peers = self.exchange_on_device::<B, _>(op, device, gradients)?;
+        let size = if B::IN_HOST_MEMORY { self.members.len() } else { 1 };
+        let reducers = reducers(keep, size);
         let mean = |(entry, keep): (usize, &Reduce)| {
             let part =
                 |peer: &Fenced<B, Vec<Option<_>>>| Some((peer.0[entry].clone()?, keep.range.start));
             let parts: Vec<_> = peers.iter().filter_map(part).collect();
-            if parts.is_empty() || keep.range.is_empty() {
+            let is_of_other = reducers[entry].is_some_and(|index| index != self.index);
+            if parts.is_empty() || keep.range.is_empty() || is_of_other {
                 return None;
             }
             let parts = in_one_dtype::<B>(parts);
@@ -368,6 +391,16 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         let mut reduced = vec![None; keep.len()];
         for (entry, mean) in means_of::<B>(keep.iter().enumerate().filter_map(mean)) {
             reduced[entry] = Some(mean);
+        }
+        if reducers.iter().any(Option::is_some) {
+            let is_for_all = |entry: usize| reducers[entry] == Some(self.index);
+            let for_all = reduced.iter().enumerate().filter(|(entry, _)| is_for_all(*entry));
+            let for_all: Vec<_> = for_all.map(|(entry, mean)| (entry, mean.clone())).collect();
+            for peer in self.exchange(op, for_all)? {
+                for (entry, mean) in peer.iter() {
+                    reduced[*entry] = mean.clone();
+                }
+            }
         }
         Ok(reduced)
     }

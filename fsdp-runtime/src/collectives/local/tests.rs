@@ -91,3 +91,23 @@ fn different_operations_end_the_group() {
     assert_eq!(errors[0], errors[1]);
     assert!(matches!(errors[0], CollectiveError::Mismatch { .. }));
 }
+
+#[test]
+fn large_replicated_gradients_are_reduced_by_one_member_each() {
+    let keep = |numel: usize, segment| Reduce {
+        range: 0..numel,
+        shape: vec![numel],
+        segment,
+        dtype: DType::F32,
+    };
+    let keep = [
+        keep(20_000, None),
+        keep(100_000, None),
+        keep(90_000, Some(0)),
+        keep(30_000, None),
+        keep(100, None),
+    ];
+    assert_eq!(reducers(&keep, 1), [None; 5]);
+    assert_eq!(reducers(&keep, 2), [Some(1), Some(0), None, Some(1), None]);
+    assert_eq!(reducers(&keep, 3), [Some(2), Some(0), None, Some(1), None]);
+}
