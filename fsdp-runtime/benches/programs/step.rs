@@ -1,7 +1,8 @@
 //! Time of one training step of a BERT, unsharded and under several strategies.
 //!
 //! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation
-//! and `--offload` for that of parameters and optimizer state on the host
+//! and `--offload` for that of parameters and optimizer state on the host. With `--shares` it prints
+//! which work takes the processor's time.
 //!
 //! All variants take turns in each round, so that other load on the machine affects all of them.
 //! Times are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,
@@ -19,6 +20,8 @@ use fsdp_runtime::prelude::*;
 
 #[path = "../common/bert.rs"]
 mod bert;
+#[path = "../common/shares.rs"]
+mod shares;
 
 use crate::allocator;
 
@@ -66,6 +69,9 @@ struct Cli {
     /// for its allocator.
     #[arg(long)]
     system_allocator: bool,
+    /// Prints for each variant which work takes the processor's time. Needs Linux's `perf`.
+    #[arg(long)]
+    shares: bool,
     /// Prints one line for each variant: the median step in seconds.
     #[arg(long)]
     brief: bool,
@@ -149,9 +155,10 @@ fn ways(cli: &Cli) -> Vec<Way> {
 }
 
 /// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward`
-/// returns, and `end` runs after each step.
+/// returns, and `end` runs after each step. With a name, prints the shares of the steps that are not dropped.
 fn time<M: Module>(
     cli: &Cli,
+    shares_of: Option<&str>,
     mut model: M,
     forward: impl Fn(&M) -> Tensor<1>,
     backward: impl Fn(&M, Tensor<1>) -> Result<GradientsParams, Error>,
@@ -160,7 +167,12 @@ fn time<M: Module>(
 ) -> Result<Vec<Times>, Error> {
     let mut optimizer = AdamWConfig::new().init();
     let mut times = Vec::new();
-    for _ in 0..cli.steps.max(3) {
+    let steps = cli.steps.max(3);
+    let mut sampling = None;
+    for step in 0..steps {
+        if step == 2 && shares_of.is_some() {
+            sampling = Some(shares::Sampling::start());
+        }
         let (before, waited) = communication(&model);
         let start = Instant::now();
         let loss = forward(&model);
@@ -183,6 +195,9 @@ fn time<M: Module>(
             waited: (waited_after - waited).as_secs_f64(),
             loss: value,
         });
+    }
+    if let (Some(sampling), Some(name)) = (sampling, shares_of) {
+        sampling.print(name, steps - 2);
     }
     Ok(times.split_off(2))
 }
@@ -209,6 +224,7 @@ fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
 /// Returns the steps of one round, each as measured on the slowest rank, with the losses of rank 0.
 fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
     let (job, options, sync) = (cli.clone(), way.options.clone(), way.sync);
+    let name = cli.shares.then(|| format!("{} on {world} ranks", way.name));
     let options =
         options.map(|options| if cli.bf16 { options.with_mixed_precision(BF16) } else { options });
     let ranks = launch(launch_options(cli, world), move |worker| {
@@ -220,9 +236,11 @@ fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
         };
         let data = Batch::new(&job.sizes, worker.rank().index(), device);
         let model = Bert::new(&job.sizes, device);
+        let shares_of = name.as_deref().filter(|_| worker.rank() == Rank::ZERO);
         match &options {
             None => time(
                 &job,
+                shares_of,
                 model,
                 |model| data.loss(model),
                 |model, loss| Ok(GradientsParams::from_grads(loss.backward(), model)),
@@ -231,6 +249,7 @@ fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
             ),
             Some(options) => time(
                 &job,
+                shares_of,
                 fully_shard(model, &worker, options.clone().with_seed(0))?,
                 |model| data.loss(model),
                 Fsdp::backward,
