@@ -1,6 +1,7 @@
 //! The `local` engine: ranks are threads of one process, which exchange tensors by reference.
 //!
-//! Every collective is one *exchange*. The n-th exchange of a process group is its n-th *round*:
+//! Every collective is one *exchange*; a reduction of large replicated gradients is two, of gradients and of
+//! means. The n-th exchange of a process group is its n-th *round*:
 //! each member puts its value into the round and waits until all members have done so. Exchanged
 //! values are never modified afterwards, so a rank may read its peers' values for as long as it
 //! likes, without a second rendezvous. Every rank sums in rank order, so results do not depend on

@@ -7,7 +7,7 @@
 
 use std::mem::MaybeUninit;
 
-use super::Matrix;
+use super::{Matrix, blocks};
 
 /// Multiplications that take as long as copying an element to a matrix with consecutive rows.
 const COPY: usize = 40;
@@ -32,15 +32,24 @@ fn packing(b: Matrix<'_>) -> usize {
 }
 
 /// Returns whether a copy of the factor with consecutive rows saves time.
-pub(super) fn is_copied_first(b: Matrix<'_>) -> bool {
+fn is_copied_first(b: Matrix<'_>) -> bool {
     let has_adjacent_columns = b.row_stride == 1 && b.column_stride == b.rows;
     has_adjacent_columns && b.columns > 1 && packing(b) > COPY
 }
 
-/// Returns the number of columns that are copied at once: up to 256, and no more than 4 MiB unless these are
-/// fewer than 64 columns.
-pub(super) fn copied_columns(rows: usize) -> usize {
-    ((1 << 20) / rows / 64 * 64).clamp(64, 256)
+/// Calls `f` with each block of columns of a second factor, and the first column of the block. The rows of a block are
+/// consecutive where copies save time; else the factor is one block, where it is.
+pub(super) fn for_each_block(b: Matrix<'_>, mut f: impl FnMut(usize, Matrix<'_>)) {
+    if !is_copied_first(b) {
+        f(0, b);
+        return;
+    }
+    // Up to 256 columns, and no more than 4 MiB unless these are fewer than 64 columns.
+    let columns = ((1 << 20) / b.rows / 64 * 64).clamp(64, 256);
+    let mut copy = Vec::new();
+    for (first, count) in blocks(b.columns, columns) {
+        f(first, consecutive_rows(b.columns(first..first + count), &mut copy));
+    }
 }
 
 /// Returns the matrix with consecutive rows, in the memory of `copy`.
@@ -48,7 +57,7 @@ pub(super) fn copied_columns(rows: usize) -> usize {
 /// # Panics
 ///
 /// If its columns are not adjacent in memory.
-pub(super) fn consecutive_rows<'a>(matrix: Matrix<'_>, copy: &'a mut Vec<f32>) -> Matrix<'a> {
+fn consecutive_rows<'a>(matrix: Matrix<'_>, copy: &'a mut Vec<f32>) -> Matrix<'a> {
     let Matrix { rows, columns, .. } = matrix;
     assert_eq!([matrix.row_stride, matrix.column_stride], [1, rows], "adjacent columns");
     let numel = rows * columns;

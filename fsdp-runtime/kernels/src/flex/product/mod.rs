@@ -14,7 +14,7 @@ use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
-use self::consecutive::{consecutive_rows, copied_columns, is_copied_first};
+use self::consecutive::for_each_block;
 use self::turned::{is_faster_turned, multiply_turned};
 use super::float::{KernelFloat, with_float_type};
 use super::loops::convert;
@@ -330,16 +330,13 @@ fn keeps_bits([rows, columns]: [usize; 2]) -> bool {
 ///
 /// The rows of the target lie in memory that nothing else uses. They are initialised if `adds` is true.
 unsafe fn multiply_part(target: Target, adds: bool, scale: f32, [a, b]: [Matrix<'_>; 2]) {
-    if !(keeps_bits([a.rows, b.columns]) && is_copied_first(b)) {
-        // SAFETY: as the caller promises.
-        unsafe { multiply_as_it_is(target, adds, scale, [a, b]) };
-        return;
-    }
-    let mut copy = Vec::new();
-    for (first, count) in blocks(b.columns, copied_columns(b.rows)) {
-        let block = consecutive_rows(b.columns(first..first + count), &mut copy);
-        // SAFETY: as the caller promises, for these columns of the target.
+    let multiply_block = |first: usize, block: Matrix<'_>| {
+        // SAFETY: as the caller promises, for the columns of the block.
         unsafe { multiply_as_it_is(target.part(0, first), adds, scale, [a, block]) };
+    };
+    match keeps_bits([a.rows, b.columns]) {
+        true => for_each_block(b, multiply_block),
+        false => multiply_block(0, b),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Products that are computed transposed, where this takes less time.
 
-use super::consecutive::{consecutive_rows, copied_columns, is_copied_first, transposition};
+use super::consecutive::{for_each_block, transposition};
 use super::{Matrix, Target, blocks, keeps_bits, multiply_as_it_is};
 
 /// Returns whether the transposed product, whose result is transposed at the end, takes less time.
@@ -29,23 +29,20 @@ pub(super) fn is_faster_turned(a: Matrix<'_>, b: Matrix<'_>) -> bool {
 pub(super) unsafe fn multiply_turned(target: Target, scale: f32, [a, b]: [Matrix<'_>; 2]) {
     /// Rows of `a` whose products lie in memory at once: as many as stay in the cache.
     const ROWS: usize = 2048;
-    let width = if is_copied_first(b) { copied_columns(b.rows) } else { b.columns };
-    let (mut copy, mut products) = (Vec::new(), Vec::<f32>::new());
-    for (column, columns) in blocks(b.columns, width) {
-        let b = b.columns(column..column + columns);
-        let b = if is_copied_first(b) { consecutive_rows(b, &mut copy) } else { b };
+    let mut products: Vec<f32> = Vec::new();
+    for_each_block(b, |column, b| {
         for (first, count) in blocks(a.rows, ROWS) {
             products.clear();
-            products.reserve(count * columns);
-            let part = Target { start: products.as_mut_ptr(), stride: columns };
+            products.reserve(count * b.columns);
+            let part = Target { start: products.as_mut_ptr(), stride: b.columns };
             // SAFETY: the vector has room for the products of `count` rows. The target is that of the caller.
             unsafe {
                 multiply_as_it_is(part, false, scale, [a.rows(first..first + count), b]);
-                products.set_len(count * columns);
-                transpose(&products, columns, target.part(column, first));
+                products.set_len(count * b.columns);
+                transpose(&products, b.columns, target.part(column, first));
             }
         }
-    }
+    });
 }
 
 /// Writes the transpose of rows of `len` elements.
