@@ -90,6 +90,11 @@ pub struct Cli {
     #[arg(long = "cp", value_name = "N", value_parser = positive, conflicts_with = "plan")]
     pub context_parallel: Option<usize>,
 
+    /// Pass keys and values from one context parallel rank to the next, in place of gathering those of whole
+    /// samples: less memory, and more exchanges [default: as the configuration file says]
+    #[arg(long = "cp-ring")]
+    pub context_ring: bool,
+
     /// Keep gathered parameters from forward to backward, which is faster and takes more memory
     #[arg(long)]
     pub no_reshard_after_forward: bool,
@@ -284,6 +289,7 @@ impl Cli {
             strategy: self.strategy().unwrap_or(ShardingStrategy::FullShard),
             tensor_parallel: self.tensor_parallel.unwrap_or(1),
             context_parallel: self.context_parallel.unwrap_or(1),
+            context_ring: self.context_ring,
             reshard_after_forward: !self.no_reshard_after_forward,
             cpu_offload: self.cpu_offload,
             precision: match (self.bf16, self.fp16) {

@@ -18,6 +18,8 @@ pub struct Sharding {
     pub tensor_parallel: usize,
     /// Number of ranks that have a part of each sample.
     pub context_parallel: usize,
+    /// Whether these pass keys and values on, in place of gathering them. If not, the options of the file say it.
+    pub context_ring: bool,
     /// Whether gathered parameters are freed between forward and backward, if the strategy does so.
     pub reshard_after_forward: bool,
     /// Whether parameters, gradients and optimizer state are stored in host memory.
@@ -63,6 +65,9 @@ impl Sharding {
         let mut options = options
             .with_tensor_parallel(self.tensor_parallel)
             .with_context_parallel(self.context_parallel);
+        if self.context_ring {
+            options = options.with_context_exchange(ContextExchange::Ring);
+        }
         if !self.reshard_after_forward {
             options = options.with_reshard_after_forward(ReshardAfterForward::Never);
         }

@@ -92,6 +92,11 @@ pub struct Cli {
     )]
     pub context_parallel: Option<usize>,
 
+    /// Pass keys and values from one context parallel rank to the next, in place of gathering those of whole
+    /// rows: less memory, and more exchanges [default: as the configuration file says]
+    #[arg(long = "cp-ring")]
+    pub context_ring: bool,
+
     /// Keep only the input of each layer for backward, and recompute its other activations there
     #[arg(long)]
     pub recompute: bool,

@@ -24,6 +24,9 @@ pub fn options(cli: &Cli, settings: &LaunchSettings, lora: Option<&Lora>) -> Fsd
         .with_sequence_parallel(cli.sequence_parallel)
         .with_context_parallel(context_parallel(cli, settings));
     let mut options = options.with_seed(cli.training.seed);
+    if cli.context_ring {
+        options = options.with_context_exchange(ContextExchange::Ring);
+    }
     if cli.bf16 {
         // The loss is computed in f32.
         let policy = MixedPrecisionPolicy::new()

@@ -134,9 +134,9 @@ pub mod prelude {
     pub use crate::model::ClipOptions;
     pub use crate::optim::{GradScaler, Unscaled};
     pub use crate::options::{
-        ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, MixedPrecisionPolicy,
-        OffloadPolicy, ReshardAfterForward, ShardingStrategy, StoragePolicy, StorageType,
-        WrapPolicy,
+        ActivationCheckpointing, BackwardPrefetch, ContextExchange, GradientAccumulation,
+        MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward, ShardingStrategy, StoragePolicy,
+        StorageType, WrapPolicy,
     };
     pub use crate::state::Recipient;
     pub use crate::{
@@ -155,8 +155,8 @@ pub mod __private {
     pub use crate::module::const_check::*;
     pub use crate::module::opaque::*;
     pub use crate::module::*;
-    pub use crate::runtime::dtype_mismatch::run;
     pub use crate::runtime::field_call::*;
+    pub use crate::runtime::forward_panic::run;
     pub use crate::runtime::hooks::*;
     pub use crate::runtime::recompute::*;
     pub use crate::runtime::references::*;

@@ -64,7 +64,8 @@ pub fn train(worker: &Worker) -> Result<String, Error> {
     let rows = options.clone().with_context_parallel(2).with_sequence_parallel(true);
     let half = MixedPrecisionPolicy::new().with_param_dtype(burn::tensor::FloatDType::BF16);
     let in_half = rows.clone().with_mixed_precision(half);
-    let runs = [options, rows, in_half].map(|options| train_with(worker, options));
+    let ring = in_half.clone().with_context_exchange(ContextExchange::Ring);
+    let runs = [options, rows, in_half, ring].map(|options| train_with(worker, options));
     Ok(runs.into_iter().collect::<Result<Vec<_>, _>>()?.join(" "))
 }
 

@@ -23,7 +23,41 @@ fn losses_are_those_of_whole_rows() {
         let setup = |mesh| Setup { sight, steps, ..Setup::mesh(mesh) };
         let alone = train(&setup([1, 1, 1]));
         for mesh in [[1, 2, 1], [2, 2, 1], [1, 4, 1]] {
-            compare(&alone, &setup(mesh));
+            for exchange in [ContextExchange::Gather, ContextExchange::Ring] {
+                let options = FsdpOptions::new().with_seed(3).with_context_exchange(exchange);
+                compare(&alone, &Setup { options, ..setup(mesh) });
+            }
+        }
+    }
+}
+
+/// An element of a tensor has one mask, whichever rank has it: of whole values, of columns, of attention weights, and
+/// of the inputs of adapters.
+#[test]
+fn dropout_masks_are_those_of_whole_tensors() {
+    for sight in [Sight::Causal, Sight::Packed] {
+        let lora = LoraConfig::new(4).with_alpha(8.0).with_dropout(0.2);
+        let setup = |mesh| Setup {
+            sight,
+            dropout: 0.2,
+            lora: Some(lora.clone()),
+            steps: 4,
+            ..Setup::mesh(mesh)
+        };
+        let alone = train(&setup([1, 1, 1]));
+        let without = train(&Setup { dropout: 0.0, ..setup([1, 1, 1]) });
+        assert!((alone.losses[1] - without.losses[1]).abs() > 1e-3);
+        for mesh in [[1, 1, 2], [1, 2, 1], [1, 1, 4], [1, 4, 1], [1, 2, 4]] {
+            for (sequence, exchange) in
+                [(false, ContextExchange::Ring), (true, ContextExchange::Gather)]
+            {
+                let layers = ActivationCheckpointing::Units(unit_types![Block]);
+                let options = FsdpOptions::new().with_seed(3).with_context_exchange(exchange);
+                let options = options.with_sequence_parallel(sequence);
+                let recomputed = options.clone().with_activation_checkpointing(layers);
+                let options = if mesh == [1, 2, 1] { recomputed } else { options };
+                compare(&alone, &Setup { options, ..setup(mesh) });
+            }
         }
     }
 }
@@ -58,7 +92,11 @@ fn all_meshes_of_eight_ranks_have_the_results_of_one() {
     let setup = |mesh| Setup { sight: Sight::Packed, ..Setup::mesh(mesh) };
     let alone = train(&setup([1, 1, 1]));
     for mesh in meshes_of_eight() {
+        let ring = recomputed.clone().with_context_exchange(ContextExchange::Ring);
         compare(&alone, &Setup { options: recomputed.clone(), ..setup(mesh) });
+        if mesh[1] > 1 {
+            compare(&alone, &Setup { options: ring, ..setup(mesh) });
+        }
     }
 }
 
@@ -147,10 +185,13 @@ fn a_stopped_context_parallel_rank_is_named() {
 
 #[test]
 fn two_runs_have_the_same_bits() {
-    let runs = [0; 2].map(|_| train(&Setup { steps: 3, ..Setup::mesh([1, 2, 2]) }));
-    let [first, second] = &runs;
-    assert_eq!(first.losses, second.losses);
-    assert!(first.full == second.full);
+    for exchange in [ContextExchange::Gather, ContextExchange::Ring] {
+        let options = FsdpOptions::new().with_seed(3).with_context_exchange(exchange);
+        let setup = Setup { options, dropout: 0.1, steps: 3, ..Setup::mesh([1, 2, 2]) };
+        let [first, second] = [0; 2].map(|_| train(&setup));
+        assert_eq!(first.losses, second.losses);
+        assert!(first.full == second.full);
+    }
 }
 
 /// Attention of one layer, and what it is made of.

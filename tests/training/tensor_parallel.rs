@@ -9,8 +9,8 @@ use fsdp_runtime::checkpoint::{MergeOptions, merge};
 use fsdp_runtime::errors::{ScheduleError, ShardError};
 use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::nn::{
-    Embedding, EmbeddingConfig, Linear, LinearConfig, LinearCrossEntropyOptions, LmHead,
-    LmHeadConfig, RmsNorm, RmsNormConfig, attention,
+    Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearConfig,
+    LinearCrossEntropyOptions, LmHead, LmHeadConfig, RmsNorm, RmsNormConfig, attention,
 };
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::pretrained::{LoadOptions, SavePretrained, from_pretrained};
@@ -291,6 +291,117 @@ fn a_whole_parameter_between_parts_is_named() {
     });
     let expected = Error::from(ScheduleError::SplitGradient { path: "norm.gamma".into() });
     assert_eq!(ranks, [expected.clone(), expected]);
+}
+
+/// What a careless layer does with a rank's part of the heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mistake {
+    /// Reshapes by the number of all heads.
+    AllHeads,
+    /// Drops elements with a layer that says nothing of parts.
+    Unmarked,
+    /// Drops weights of attention with such a layer.
+    UnmarkedInAttention,
+    /// Drops elements of whole values with a layer for columns.
+    Marked,
+}
+
+/// Attention of two layers of dropout.
+#[derive(Module, Debug)]
+#[fsdp_unit(root)]
+struct Mistaken {
+    #[fsdp(column)]
+    query: Linear,
+    #[fsdp(column)]
+    of_columns: Dropout,
+    #[fsdp(row)]
+    output: Linear,
+    plain: Dropout,
+    #[module(skip)]
+    mistake: Option<Mistake>,
+}
+
+#[fsdp_unit]
+impl Mistaken {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let is = |mistake| self.mistake == Some(mistake);
+        let [rows, length, _] = x.dims();
+        let query = self.query.forward(x);
+        let heads = if is(Mistake::AllHeads) { 4 } else { query.dims()[2] / 4 };
+        let query = query.reshape([rows, length, heads, 4]).swap_dims(1, 2);
+        let layer = |is_wrong| if is_wrong { &self.plain } else { &self.of_columns };
+        let options = causal().with_dropout(layer(is(Mistake::UnmarkedInAttention)));
+        let mixed = attention(query.clone(), query.clone(), query, options);
+        let mixed = layer(is(Mistake::Unmarked)).forward(mixed).swap_dims(1, 2);
+        let output = self.output.forward(mixed.reshape([rows, length, heads * 4]));
+        let wrong = if is(Mistake::Marked) { &self.of_columns } else { &self.plain };
+        wrong.forward(output)
+    }
+}
+
+/// Returns the error of a step with a mistake.
+fn mistaken(mistake: Option<Mistake>) -> Option<Error> {
+    let mut ranks = on_ranks(2, move |worker| {
+        let device = worker.device();
+        let dropout = || DropoutConfig::new(0.5).init();
+        let net = Mistaken {
+            query: LinearConfig::new(8, 16).init(device),
+            of_columns: dropout(),
+            output: LinearConfig::new(16, 8).init(device),
+            plain: dropout(),
+            mistake,
+        };
+        let options = FsdpOptions::new().with_seed(1).with_tensor_parallel(2);
+        let net = fully_shard(net, worker, options)?;
+        let x = Tensor::ones([2, 3, 8], device);
+        let step = || net.backward(net.forward(x).powf_scalar(2.0).mean());
+        Ok(match std::panic::catch_unwind(std::panic::AssertUnwindSafe(step)) {
+            Ok(result) => result.err(),
+            Err(panic) => Some(*panic.downcast::<Error>().expect("a typed error")),
+        })
+    });
+    ranks.swap_remove(0)
+}
+
+#[test]
+fn code_that_takes_a_part_of_the_heads_for_all_is_an_error_with_the_layer() {
+    assert_eq!(mistaken(None), None);
+    let error = mistaken(Some(Mistake::AllHeads)).unwrap();
+    let text = error.to_string();
+    assert!(matches!(error, Error::Schedule(ScheduleError::PanicBetweenParts { .. })), "{text}");
+    for part in ["after `query.weight`, a `column` layer", "each of 2 tensor parallel ranks"] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn dropout_that_does_not_know_its_values_is_an_error() {
+    let of_parts = || Some(ScheduleError::DropoutOfParts { path: "plain".into() }.into());
+    assert_eq!(mistaken(Some(Mistake::Unmarked)), of_parts());
+    assert_eq!(mistaken(Some(Mistake::UnmarkedInAttention)), of_parts());
+    let of_whole = ScheduleError::DropoutOfWhole { path: "of_columns".into() };
+    assert_eq!(mistaken(Some(Mistake::Marked)), Some(of_whole.into()));
+}
+
+/// An element is rounded with the same random bits, whichever rank has it. Sums in another order round few elements
+/// otherwise.
+#[test]
+fn random_rounding_is_that_of_whole_matrices() {
+    let policy = StoragePolicy::new().with_trained(StorageType::Bf16);
+    let setup = |mesh, seed| {
+        let options = FsdpOptions::new().with_seed(seed).with_storage(policy);
+        Setup { options, steps: 1, ..Setup::mesh(mesh) }
+    };
+    let bits = |setup: &Setup| -> Vec<u32> {
+        let full = train(setup).full;
+        full.iter().flat_map(|(_, numbers)| numbers.iter().map(|number| number.to_bits())).collect()
+    };
+    let alone = bits(&setup([1, 1, 1], 3));
+    for mesh in [[1, 1, 2], [2, 1, 4], [1, 2, 2]] {
+        let found = bits(&setup(mesh, 3));
+        let others = found.iter().zip(&alone).filter(|(a, b)| a != b).count();
+        assert!(others * 100 < alone.len(), "{mesh:?}: {others} of {} differ", alone.len());
+    }
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Rules on layers that are split over tensor parallel ranks.
 
+use syn::Type;
+
 use crate::errors::Errors;
 use crate::parse::{Content, Field, Module, Split};
 
@@ -59,6 +61,12 @@ fn gathers_columns(field: &Field<'_>, errors: &mut Errors) {
     }
 }
 
+/// Returns whether a type is that of a dropout layer, which takes columns and returns columns, as far as its name says.
+fn drops_columns(ty: &Type) -> bool {
+    let Type::Path(path) = ty else { return false };
+    path.path.segments.last().is_some_and(|segment| segment.ident == "Dropout")
+}
+
 /// Checks that outputs which are split over ranks come back together: a `column` field comes before a
 /// `row` field, and a `row` field after a `column` field.
 fn are_in_order(module: &Module<'_>, errors: &mut Errors) {
@@ -66,6 +74,7 @@ fn are_in_order(module: &Module<'_>, errors: &mut Errors) {
     let mut has_column = false;
     for field in &module.fields {
         match field.split() {
+            Some((Split::Column, _)) if drops_columns(&field.original.ty) => {}
             Some((Split::Column, path)) if field.gather.is_none() => {
                 open = open.or(Some((field, path)));
                 has_column = true;

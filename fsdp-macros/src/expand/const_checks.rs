@@ -104,6 +104,7 @@ fn split(field: &Field<'_>) -> Option<TokenStream> {
     let (split, _) = field.split()?;
     let ty = &field.original.ty;
     let layer = match split {
+        Split::Column if field.gather.is_none() => quote!(SplitColumns),
         Split::Column | Split::Row => quote!(SplitLinear),
         Split::Vocab => quote!(SplitVocabulary),
         Split::Shared => return None,

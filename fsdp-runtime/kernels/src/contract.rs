@@ -5,11 +5,12 @@ use std::ops::Range;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Shape};
 
-use super::attention::{AttentionRule, AttentionTensors, composed};
+use super::attention::composed::{self, DropoutKernels};
+use super::attention::{AttentionRule, AttentionTensors};
 use super::batched_steps::StepBatch;
 use super::cross_entropy::{self, LossResults, LossRule, LossTensors};
 use super::linear::LinearActivation;
-use super::mask::MaskSource;
+use super::mask::{MaskPart, MaskSource};
 use super::normalization::{
     NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
 };
@@ -75,6 +76,9 @@ pub trait Kernels: Backend {
     /// Returns the tensor multiplied by a dropout mask. The mask is generated on the fly and not
     /// stored.
     fn dropout(tensor: Float<Self>, source: &MaskSource) -> Float<Self>;
+
+    /// Returns the tensor, which has as many elements as the part, multiplied by a part of a dropout mask.
+    fn dropout_part(tensor: Float<Self>, source: &MaskSource, part: &MaskPart) -> Float<Self>;
 
     /// Returns f32 elements rounded to bf16 at random, as
     /// the header of `random_rounding.rs` describes.
@@ -215,18 +219,21 @@ pub trait Kernels: Backend {
         tensors: &AttentionTensors<Float<Self>>,
         rule: &AttentionRule,
     ) -> [Float<Self>; 2] {
-        composed::forward::<Self>(tensors, rule, Self::dropout)
+        composed::forward::<Self>(tensors, rule, dropout_kernels())
     }
 
     /// Returns the gradients of query, key and value, given the results of
     /// [`tiled_attention`](Self::tiled_attention) and the gradient of the first.
+    ///
+    /// The results may be those of more keys, of which these are a part. The gradients are then the part's
+    /// contributions.
     fn tiled_attention_backward(
         tensors: &AttentionTensors<Float<Self>>,
         results: &[Float<Self>; 2],
         grad: &Float<Self>,
         rule: &AttentionRule,
     ) -> [Float<Self>; 3] {
-        composed::backward::<Self>(tensors, results, grad, rule, Self::dropout)
+        composed::backward::<Self>(tensors, results, grad, rule, dropout_kernels())
     }
 
     /// Returns the cross-entropy of `hidden · weight + bias` over all rows, and its gradients. The logits
@@ -371,4 +378,9 @@ impl Sums {
     pub fn is_finite(&self) -> bool {
         self.largest.is_finite()
     }
+}
+
+/// Returns the kernels of dropout, for attention made of Burn's operations.
+pub(crate) fn dropout_kernels<B: Kernels>() -> DropoutKernels<B> {
+    DropoutKernels { whole: B::dropout, part: B::dropout_part }
 }

@@ -42,18 +42,18 @@ mod tensor;
 mod update_rules;
 
 pub use self::adam_rule::{AdamRule, Decay};
-pub use self::attention::{AttentionRule, AttentionTensors, Segments, SplitSegment};
+pub use self::attention::{AttentionRule, AttentionTensors, Segments, SplitSegment, WeightPlaces};
 pub use self::contract::{AdamTensors, Kernels, RankMean, Sums, cast, takes};
 pub use self::cross_entropy::{LossResults, LossRule, LossTensors};
 pub use self::hash::mix;
 pub use self::ignore_poison::IgnorePoison;
 pub use self::linear::LinearActivation;
-pub use self::mask::MaskSource;
+pub use self::mask::{MaskPart, MaskSource, Places};
 pub use self::norm::{InvalidNorm, Norm};
 pub use self::normalization::{
     NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
 };
-pub use self::random_rounding::RandomRounding;
+pub use self::random_rounding::{RandomRounding, RoundedPart};
 pub use self::rotary::{RotaryRule, RotaryTensors};
 pub use self::storage_type::StorageType;
 pub use self::support::{computes, has_kernels};

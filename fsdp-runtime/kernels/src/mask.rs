@@ -10,8 +10,12 @@
 //! elements every bit of a draw is a sum of bits of the block. The 32 sums of two draws are
 //! linearly independent (tested).
 
+mod part;
+
 use burn::tensor::DType;
 use half::{bf16, f16};
+
+pub use self::part::{MaskPart, Places};
 
 use crate::philox::{LANES, blocks};
 
@@ -51,6 +55,20 @@ impl MaskSource {
             DType::F16 => f16::from_f32(self.keep()).to_f32(),
             _ => self.keep(),
         }
+    }
+
+    /// Returns the elements of a part of the mask, each 0 or [`keep`](Self::keep).
+    pub fn mask_of(&self, part: &MaskPart) -> Vec<f32> {
+        let mut elements = vec![0.0; part.numel()];
+        let (threshold, keep) = (self.threshold(), self.keep());
+        for run in part.runs() {
+            for (target, number) in elements[run.local..][..run.len].iter_mut().zip(run.number..) {
+                let words = blocks(self.key, (number / BATCH) as u64, self.counter);
+                let draw = draws(&words)[number % BATCH];
+                *target = if draw < threshold { 0.0 } else { keep };
+            }
+        }
+        elements
     }
 
     /// Returns the first `len` elements of the mask, each 0 or [`keep`](Self::keep).

@@ -22,6 +22,35 @@ pub struct RandomRounding {
     pub key: [u32; 2],
     /// Upper half of the generator's 128-bit counter. The lower half counts blocks.
     pub counter: [u32; 2],
-    /// Position of the tensor's first element in the parameter, which decides the element's draw.
+    /// Position of the tensor's first element in the parameter, or in the rank's part of it.
     pub first: usize,
+    /// Which part of a parameter that is the positions are in; `None` if they are those of the whole parameter.
+    pub part: Option<RoundedPart>,
+}
+
+/// A part of each of the rows of a parameter, which has a part of the columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoundedPart {
+    /// Number of elements of a row of the part.
+    pub len: usize,
+    /// Number of parts of a row.
+    pub parts: usize,
+    /// Number of this part.
+    pub part: usize,
+}
+
+impl RandomRounding {
+    /// Returns the position of the tensor's element `at` in the whole parameter, which decides its draw, and how many
+    /// elements from there on are neighbours in the parameter as in the tensor; `None` if all are.
+    #[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "CubeCL's kernel has the formula"))]
+    pub(super) fn position(&self, at: usize) -> (usize, Option<usize>) {
+        let at = self.first + at;
+        match self.part {
+            None => (at, None),
+            Some(RoundedPart { len, parts, part }) => {
+                let (row, column) = (at / len, at % len);
+                ((row * parts + part) * len + column, Some(len - column))
+            }
+        }
+    }
 }

@@ -260,6 +260,16 @@ impl<B: ShardBackend> ProcessGroup<B> for AnyProcessGroup {
         let _span = op.span(bytes_of::<B>(&tensor));
         on_engine!(self, |group| ProcessGroup::<B>::broadcast(group, op, device, tensor))
     }
+
+    fn rotate(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Float<B>,
+    ) -> Result<Float<B>, CollectiveError> {
+        let _span = op.span(numel::<B>(&tensor) * tensor.dtype().size());
+        on_engine!(self, |group| ProcessGroup::<B>::rotate(group, op, device, tensor))
+    }
 }
 
 /// Returns the size of a tensor in bytes, and 0 for an absent one.

@@ -24,7 +24,7 @@ pub(crate) use super::hub::Hub;
 use super::hub::{Round, RoundKey, State};
 use super::late::late_ranks;
 use super::op::Op;
-use super::process_group::{ProcessGroup, Reduce, ReduceScatter, means_of};
+use super::process_group::{ProcessGroup, Reduce, ReduceScatter, before, means_of};
 use super::split::members_of_color;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{Float, ShardBackend, cast, numel};
@@ -417,6 +417,19 @@ impl<B: ShardBackend> ProcessGroup<B> for LocalGroup {
         let tensor = given.next().expect("a rank passes the tensor to broadcast");
         assert!(given.next().is_none(), "only one rank passes the tensor to broadcast");
         Ok(tensor)
+    }
+
+    fn rotate(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Float<B>,
+    ) -> Result<Float<B>, CollectiveError> {
+        let peers = self.exchange_on_device::<B, _>(op, device, tensor)?;
+        let before = peers[before(self.index, peers.len())].0.clone();
+        let received = own::<B>(before);
+        self.keep_until_next_exchange::<B, _>(peers);
+        Ok(received)
     }
 }
 

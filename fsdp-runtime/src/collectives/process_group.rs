@@ -52,6 +52,11 @@ pub(super) fn means_of<B: ShardBackend>(
     entries.into_iter().zip(B::rank_means(means))
 }
 
+/// Returns the position of the member before the one at `index`, in a ring.
+pub(super) fn before(index: usize, members: usize) -> usize {
+    (index + members - 1) % members
+}
+
 /// Collectives on tensors among the members of a process group.
 ///
 /// Every method blocks, so only the communication thread calls them. An absent tensor (`None`)
@@ -103,5 +108,14 @@ pub(crate) trait ProcessGroup<B: ShardBackend>: fmt::Debug + Send + Sync {
         op: &Op,
         device: &B::Device,
         tensor: Option<Float<B>>,
+    ) -> Result<Float<B>, CollectiveError>;
+
+    /// Sends a tensor to the next member, where the first comes after the last, and returns that of the member
+    /// before. The tensors of all members have one shape and dtype.
+    fn rotate(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Float<B>,
     ) -> Result<Float<B>, CollectiveError>;
 }

@@ -7,15 +7,24 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Shape};
 
 use super::process_group::Reduce;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::{Float, ShardBackend};
+use crate::backend::{Float, ShardBackend, numel};
 use crate::error::IgnorePoison;
 use crate::layout::{FlatLayout, Rank, UnitLayout, WorldSize};
 
-/// A buffer of one collective, with a region for the tensor of each member, in f32.
+/// What a member announces of its tensor: the number of elements and their type; `None` without a tensor.
+pub(super) type Announced = Option<(usize, DType)>;
+
+/// Returns what a member announces.
+pub(super) fn announced<B: ShardBackend>(tensor: Option<&Float<B>>) -> Announced {
+    tensor.map(|tensor| (numel::<B>(tensor), tensor.dtype()))
+}
+
+/// A buffer of one collective, with a region for the tensor of each member, in the type of the tensors.
 pub(super) struct MemberRegions<B: ShardBackend> {
     pub(super) buffer: Arc<GatherBuffer<B>>,
     /// Number of elements of each member's tensor; `None` for a member without one.
@@ -27,14 +36,21 @@ impl<B: ShardBackend> MemberRegions<B> {
     /// Allocates a buffer with regions for the members that `has_region` selects, by position.
     pub(super) fn new(
         device: &B::Device,
-        lens: Vec<Option<usize>>,
+        announced: impl IntoIterator<Item = Announced>,
         has_region: impl Fn(usize) -> bool,
     ) -> Self {
+        let mut dtype = DType::F32;
+        let len = |announced: Announced| {
+            let (len, of_tensor) = announced?;
+            dtype = of_tensor;
+            Some(len)
+        };
+        let lens: Vec<_> = announced.into_iter().map(len).collect();
         let region_len =
             |(member, len): (usize, &Option<usize>)| len.filter(|_| has_region(member));
         let region_lens = lens.iter().enumerate().map(|member| region_len(member).unwrap_or(0));
         let regions = FlatLayout::new(region_lens, WorldSize::ONE);
-        let buffer = Arc::new(GatherBuffer::<B>::new(device, regions.padded_len(), DType::F32));
+        let buffer = Arc::new(GatherBuffer::<B>::new(device, regions.padded_len(), dtype));
         Self { buffer, lens, regions }
     }
 
@@ -49,6 +65,12 @@ impl<B: ShardBackend> MemberRegions<B> {
         regions.filter(|(_, region)| !region.is_empty())
     }
 
+    /// Returns the byte of the buffer at which a region begins.
+    #[cfg(feature = "nccl")]
+    pub(super) fn byte(&self, region: &Range<usize>) -> u64 {
+        (region.start * self.buffer.dtype().size()) as u64
+    }
+
     /// Returns every member's tensor, flattened, in rank order, once the buffer is filled.
     ///
     /// The tensor of the member at `index` is `own`, unchanged, and not read from the buffer.
@@ -58,7 +80,7 @@ impl<B: ShardBackend> MemberRegions<B> {
             |member: usize| Some((self.region(member).start, Shape::from([received(member)?])));
         let parts: Vec<_> = (0..self.lens.len()).filter_map(part).collect();
         let full = self.buffer.view(0, &[self.regions.padded_len()]);
-        let mut tensors = B::unpack(full, parts, DType::F32, None).into_iter();
+        let mut tensors = B::unpack(full, parts, self.buffer.dtype(), None).into_iter();
         let mut tensor = |member: usize| received(member).and_then(|_| tensors.next());
         let mut tensors: Vec<_> = (0..self.lens.len()).map(&mut tensor).collect();
         tensors[index] = own;
@@ -66,31 +88,34 @@ impl<B: ShardBackend> MemberRegions<B> {
     }
 }
 
+/// What a member says of the tensor that it broadcasts.
+pub(super) type ShapeAndType = (Vec<usize>, DType);
+
 /// The root of a broadcast, found from the shapes that the members have exchanged.
 pub(super) struct BroadcastRoot {
     /// Position of the one member that passes a tensor.
     pub(super) index: usize,
     /// Shape of that tensor.
     pub(super) shape: Shape,
-    /// Number of elements that each member sends: `None` for all but the root.
-    pub(super) lens: Vec<Option<usize>>,
+    /// What each member announces: `None` for all but the root.
+    pub(super) announced: Vec<Announced>,
 }
 
 impl BroadcastRoot {
-    /// Finds the root: the one member with a shape.
+    /// Finds the root: the one member with a shape and a type.
     ///
     /// # Panics
     ///
     /// Panics on every rank unless exactly one member has a shape.
-    pub(super) fn find(shapes: &[Arc<Option<Vec<usize>>>]) -> Self {
+    pub(super) fn find(shapes: &[Arc<Option<ShapeAndType>>]) -> Self {
         let mut given =
             shapes.iter().enumerate().filter_map(|(at, shape)| Some((at, (**shape).clone()?)));
-        let (index, shape) = given.next().expect("a rank passes the tensor to broadcast");
+        let (index, (shape, dtype)) = given.next().expect("a rank passes the tensor to broadcast");
         assert!(given.next().is_none(), "only one rank passes the tensor to broadcast");
         let shape = Shape::from(shape);
-        let mut lens = vec![None; shapes.len()];
-        lens[index] = Some(shape.num_elements());
-        Self { index, shape, lens }
+        let mut announced = vec![None; shapes.len()];
+        announced[index] = Some((shape.num_elements(), dtype));
+        Self { index, shape, announced }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Errors of a sharded model in training.
 
 use super::text::{loss_of, nonfinite, sizes};
-use crate::layout::{Rank, StorageType};
+use crate::layout::{Rank, StorageType, WorldSize};
 
 /// A use of a sharded model that its schedule does not support.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -59,6 +59,26 @@ pub enum ScheduleError {
     )]
     SplitGradient {
         /// Path of the parameter.
+        path: String,
+    },
+    /// Dropout of values of which each tensor parallel rank has a part, in a layer that says nothing of it.
+    #[error(
+        "dropout `{path}` gets outputs of `column` layers, of which each tensor parallel rank has a part: the same \
+         elements of all parts would be dropped; write `#[fsdp(column)]` on its field, or, if its values are whole, \
+         call it before the `column` layers"
+    )]
+    DropoutOfParts {
+        /// Path of the layer.
+        path: String,
+    },
+    /// Dropout of whole values in a layer under `#[fsdp(column)]`.
+    #[error(
+        "dropout `{path}` is under `#[fsdp(column)]`, but gets values that no `column` layer has returned: each \
+         tensor parallel rank would drop other elements of the same values; remove `column`, or hold another \
+         `Dropout` for these values"
+    )]
+    DropoutOfWhole {
+        /// Path of the layer.
         path: String,
     },
     /// Two units that are unsharded at the same time and share a gather buffer.
@@ -138,6 +158,22 @@ pub enum ScheduleError {
         left: String,
         /// Dtype of the other tensor.
         right: String,
+    },
+    /// A panic in the forward of a unit, in code that has a part of the outputs of a `column` layer.
+    #[error(
+        "the forward of {unit} panicked after `{path}`, a `column` layer: {message}; if this is about a shape, each \
+         of {ranks} tensor parallel ranks has a part of the layer's outputs: reshape by the width of a head, and \
+         take the number of heads from the output, not from the configuration"
+    )]
+    PanicBetweenParts {
+        /// Name of the unit.
+        unit: String,
+        /// Path of the weight of the `column` layer that ran last.
+        path: String,
+        /// Number of ranks that have a part of its outputs.
+        ranks: WorldSize,
+        /// Message of the panic.
+        message: String,
     },
     /// A parameter without values, because `deferred_init` skipped its initialisation.
     #[error(

@@ -81,9 +81,7 @@ pub(crate) fn shard<M: HookedForward>(
         later = plan.indices.iter().flatten().copied().collect();
     }
     with_backend!(device, |B, inner| {
-        // Tensor parallel ranks take the same batch, and draw the same masks for it, unless they have parts of it.
-        let stream = if mesh.splits_sequence() { mesh.of_all_ranks() } else { mesh }.rank.index();
-        let random = RandomStream::new(options.seed.unwrap_or(0), stream);
+        let random = RandomStream::new(options.seed.unwrap_or(0), Some(mesh));
         let comm = worker.comm().among(settings.groups.data.clone());
         let schedule = Schedule::<B>::new(
             settings,
@@ -170,6 +168,7 @@ fn settings(
         mesh,
         groups,
         blocks,
+        context_exchange: options.context_exchange,
         timing: Timing::new(&plan.units, options, DeviceKind::of(device)),
         gradient_divide_factor: options.gradient_divide_factor,
         storage: options.offload.storage_device(),

@@ -50,6 +50,19 @@ impl ContextPart {
         Self { rank, ..self }
     }
 
+    /// Returns the parts of all ranks, in the order in which a ring passes them to this one: first its own, then that
+    /// of the rank before, and so on.
+    pub(crate) fn around(self) -> impl Iterator<Item = Self> {
+        let ranks = self.ranks;
+        (0..ranks).map(move |step| self.of_rank((self.rank + ranks - step) % ranks))
+    }
+
+    /// Returns the number of the part's positions before a position of the row.
+    pub(crate) fn before(&self, position: usize) -> usize {
+        let in_block = |block: Range<usize>| position.clamp(block.start, block.end) - block.start;
+        self.blocks().into_iter().map(in_block).sum()
+    }
+
     /// Returns the number of positions of a whole row.
     pub const fn length(&self) -> usize {
         self.length
@@ -122,6 +135,19 @@ mod tests {
             for rank in 0..ranks {
                 let own: Vec<_> = part.of_rank(rank).indices().collect();
                 assert!(own.is_sorted() && own.len() == part.len());
+            }
+        }
+    }
+
+    #[test]
+    fn a_ring_passes_each_part_once() {
+        let part = ContextPart::new(24, 4, 1);
+        let ranks: Vec<_> = part.around().map(|part| part.rank).collect();
+        assert_eq!(ranks, [1, 0, 3, 2]);
+        for part in part.around() {
+            for position in 0..=24 {
+                let expected = part.indices().filter(|at| *at < position).count();
+                assert_eq!(part.before(position), expected);
             }
         }
     }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use burn::tensor::Slice;
+use fsdp_kernels::RoundedPart;
 
 /// The part of a parameter that a tensor parallel rank has: one of equal parts along a dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -47,6 +48,12 @@ impl TensorSplit {
             false => 0..size,
         };
         local.iter().enumerate().map(indices).map(Slice::from).collect()
+    }
+
+    /// Returns which part of each of the whole parameter's rows a part of shape `local` has.
+    pub(crate) fn of_rows(&self, local: &[usize]) -> RoundedPart {
+        let len = local[self.dim..].iter().product();
+        RoundedPart { len, parts: self.parts, part: self.part }
     }
 
     /// Returns the elements of the flattened whole parameter that the elements `range` of the flattened part

@@ -11,9 +11,9 @@ use burn::module::{
     ModuleVisitor, Param, Reparameterization,
 };
 use burn::tensor::{Device, Tensor};
-use fsdp_kernels::MaskSource;
 
-use super::random::{RandomSource, RandomStream, Source};
+use super::node::Split;
+use super::random::{DrawnMask, RandomSource, RandomStream, Source, Values};
 
 /// Settings of an adapter beside its scale.
 #[derive(Clone, Debug)]
@@ -41,16 +41,21 @@ impl AdapterDropout {
         Self { prob, source: Source::unsharded() }
     }
 
-    /// Returns the source of the next mask.
-    pub(super) fn next_mask(&self) -> MaskSource {
-        let (key, counter) = self.source.next();
-        MaskSource { key, counter, prob: self.prob }
+    /// Returns the next mask.
+    pub(super) fn next_mask(&self) -> DrawnMask {
+        self.source.next_mask(self.prob)
     }
 }
 
 impl RandomSource for AdapterDropout {
-    fn with_stream(self, stream: &Arc<RandomStream>, path: &str) -> Self {
-        Self { source: Source::of_layer(stream, path), ..self }
+    fn with_stream(self, stream: &Arc<RandomStream>, path: &str, split: Option<Split>) -> Self {
+        // The mask is that of the layer's input.
+        let values = match split {
+            None | Some(Split::Vocab) => Values::Whole,
+            Some(Split::Column { .. } | Split::Shared) => Values::AllPositions,
+            Some(Split::Row) => Values::Columns,
+        };
+        Self { source: Source::of_adapter(stream, path, values), ..self }
     }
 }
 

@@ -137,13 +137,26 @@ pub trait FsdpModule: Module + 'static {
 )]
 pub trait FsdpUnit: FsdpModule {}
 
-/// A linear layer whose matrix can be split over tensor parallel ranks, under `#[fsdp(column)]` or
+/// A layer that can have a part of the columns of its values, under `#[fsdp(column)]`: a linear layer whose matrix is
+/// split over tensor parallel ranks, or dropout of such values.
+#[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be split over tensor parallel ranks",
+    label = "no `fsdp_runtime::nn::Linear`, and no `Dropout`",
+    note = "`column` is for fields of type `fsdp_runtime::nn::Linear`, which sums over the ranks, and of type `fsdp_runtime::nn::Dropout`; `From` makes the first one of `burn::nn::Linear`",
+    note = "norms and other small layers are the same on all ranks: remove the argument; an embedding takes `#[fsdp(vocab)]`"
+)]
+pub trait SplitColumns {}
+
+impl<T: SplitColumns> SplitColumns for Option<T> {}
+
+/// A linear layer whose matrix can be split over tensor parallel ranks, under `#[fsdp(column, gather)]` or
 /// `#[fsdp(row)]`.
 #[doc(hidden)]
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be split over tensor parallel ranks",
     label = "no `fsdp_runtime::nn::Linear`",
-    note = "`column` and `row` are for fields of type `fsdp_runtime::nn::Linear`, which sums over the ranks; `From` makes one of `burn::nn::Linear`",
+    note = "`row` and `column, gather` are for fields of type `fsdp_runtime::nn::Linear`, which sums over the ranks; `From` makes one of `burn::nn::Linear`",
     note = "norms and other small layers are the same on all ranks: remove the argument; an embedding takes `#[fsdp(vocab)]`"
 )]
 pub trait SplitLinear {}

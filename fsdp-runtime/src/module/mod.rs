@@ -24,7 +24,8 @@ mod unit_value;
 
 pub(crate) use self::adapter::{AdapterDropout, AdapterSettings, ConfiguredLora};
 pub use self::contract::{
-    FsdpModule, FsdpUnit, HookedForward, ParamMapper, ParamVisitor, SplitLinear, SplitVocabulary,
+    FsdpModule, FsdpUnit, HookedForward, ParamMapper, ParamVisitor, SplitColumns, SplitLinear,
+    SplitVocabulary,
 };
 pub(crate) use self::exchange::Exchange;
 pub use self::node::{Child, Forward, Kind, LEAF, Node, Split, Tie};
@@ -32,7 +33,9 @@ pub use self::param::Sharded;
 pub(crate) use self::param::{AdaptedWeight, AdapterFactors, with_autodiff_of};
 pub(crate) use self::path::{ModulePath, param_ids};
 pub use self::random::RandomSource;
-pub(crate) use self::random::{Draw, Playback, RandomStream, Recording, Source, capture_draws};
+pub(crate) use self::random::{
+    Draw, DrawnMask, Mask, Playback, RandomStream, Recording, Source, Values, capture_draws,
+};
 pub(crate) use self::running::RunningForward;
 pub(crate) use self::runtime::{CallId, ForwardFn, ParamIndex, Runtime, SavedForward};
 pub use self::unit_type::UnitType;

@@ -15,10 +15,10 @@ use burn::module::{
     ModuleVisitor, Param, Reparameterization, Reparameterizer,
 };
 use burn::tensor::{Bool, DType, Device, DispatchTensor, Int, Tensor};
-use fsdp_kernels::MaskSource;
 
 use super::adapter::{AdapterSettings, AttachedLora};
 use super::exchange::Exchange;
+use super::random::DrawnMask;
 use super::running::RunningForward;
 use super::runtime::{ParamIndex, Runtime};
 use crate::error::{Error, raise};
@@ -153,6 +153,8 @@ impl Sharded {
     }
 
     fn exchange<const D: usize>(&self, exchange: Exchange, tensor: Tensor<D>) -> Tensor<D> {
+        let has_part = matches!(exchange, Exchange::Shared | Exchange::SequenceShared);
+        RunningForward::note_part(has_part.then_some(self.index));
         exchanged(self.runtime.exchange(exchange, tensor.into_dispatch()))
     }
 
@@ -234,7 +236,7 @@ pub(crate) struct AdapterFactors {
     /// Factor of the product of `a` and `b`.
     pub(crate) scale: f64,
     /// Mask of the adapter's input, if elements of it are dropped.
-    pub(crate) dropout: Option<MaskSource>,
+    pub(crate) dropout: Option<DrawnMask>,
 }
 
 impl AdaptedWeight {

@@ -10,11 +10,11 @@ use std::sync::Arc;
 use burn::config::Config;
 use burn::module::{Flag, Module, Param};
 use burn::tensor::{Device, Tensor};
-use fsdp_kernels::MaskSource;
 
 use crate::backend::ops::dropout_tracked;
 use crate::module::{
-    FsdpModule, Kind, Node, ParamMapper, ParamVisitor, RandomSource, RandomStream, Source,
+    DrawnMask, FsdpModule, Kind, Node, ParamMapper, ParamVisitor, RandomSource, RandomStream,
+    RunningForward, Source, Split, SplitColumns, Values,
 };
 
 /// Configuration of a [`Dropout`] layer.
@@ -46,6 +46,15 @@ impl DropoutConfig {
 /// In a sharded model the masks depend only on the seed of [`FsdpOptions`](crate::FsdpOptions), the
 /// rank, the layer's path, the step and the call, so runs repeat exactly on every engine and
 /// device.
+///
+/// # Parts of tensors
+///
+/// Ranks that take the same rows draw one mask for the whole tensor, and each uses the elements of its own part.
+/// So the number of [tensor](crate::FsdpOptions::with_tensor_parallel),
+/// [sequence](crate::FsdpOptions::with_sequence_parallel) and
+/// [context](crate::FsdpOptions::with_context_parallel) parallel ranks changes no mask, of tensors
+/// `[.., positions, features]`. A layer that gets the outputs of `column` layers, or drops weights of attention of
+/// their heads, is a field under `#[fsdp(column)]`.
 #[derive(Module, Debug)]
 pub struct Dropout {
     /// Probability of zeroing an element, in `[0, 1)`.
@@ -64,25 +73,28 @@ impl Dropout {
     ///
     /// - input and output: any shape
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        match self.mask_source(&input.device()) {
-            Some(source) => dropout_tracked(&source, input),
+        match self.next_mask(&input.device()) {
+            Some(mask) => dropout_tracked(&RunningForward::mask(&mask, &input.dims()), input),
             None => input,
         }
     }
 
-    /// Returns the source of the next mask, or `None` if the layer drops nothing on this device.
-    pub(super) fn mask_source(&self, device: &Device) -> Option<MaskSource> {
+    /// Returns the next mask, or `None` if the layer drops nothing on this device.
+    pub(super) fn next_mask(&self, device: &Device) -> Option<DrawnMask> {
         if !self.training.is_enabled() || !device.is_autodiff() || self.prob == 0.0 {
             return None;
         }
-        let (key, counter) = self.source.next();
-        Some(MaskSource { key, counter, prob: self.prob })
+        Some(self.source.next_mask(self.prob))
     }
 }
 
 impl RandomSource for Dropout {
-    fn with_stream(mut self, stream: &Arc<RandomStream>, path: &str) -> Self {
-        self.source = Source::of_layer(stream, path);
+    fn with_stream(mut self, stream: &Arc<RandomStream>, path: &str, split: Option<Split>) -> Self {
+        let values = match split {
+            Some(Split::Column { .. }) => Values::Columns,
+            _ => Values::Whole,
+        };
+        self.source = Source::of_layer(stream, path, values);
         self
     }
 }
@@ -98,3 +110,5 @@ impl FsdpModule for Dropout {
         mapper.random_source(self)
     }
 }
+
+impl SplitColumns for Dropout {}

@@ -8,8 +8,8 @@ use burn::tensor::{DType, Device, Tensor, activation};
 use crate::backend::ops::{LinearParams, SharedInput, dropout_tracked, linear_tracked};
 use crate::layout::TensorSplit;
 use crate::module::{
-    AdaptedWeight, AdapterFactors, FsdpModule, Node, ParamMapper, ParamVisitor, Sharded,
-    SplitLinear,
+    AdaptedWeight, AdapterFactors, FsdpModule, Node, ParamMapper, ParamVisitor, RunningForward,
+    Sharded, SplitColumns, SplitLinear,
 };
 
 pub use fsdp_kernels::LinearActivation;
@@ -319,7 +319,8 @@ fn composed<const D: usize>(
         Some(AdapterFactors { a, b, scale, dropout: Some(mask) }) => {
             let is_dense = base.dtype().is_float();
             let base = if is_dense { base.cast(a.dtype()) } else { base.dequantize() };
-            let dropped = dropout_tracked(&mask, input.clone());
+            let dropped =
+                dropout_tracked(&RunningForward::mask(&mask, &input.dims()), input.clone());
             let low = linear(dropped, a, None).mul_scalar(scale);
             linear(input, base, bias) + linear(low, b, None)
         }
@@ -341,6 +342,8 @@ fn activated<const D: usize>(output: Tensor<D>, activation: LinearActivation) ->
 }
 
 impl SplitLinear for Linear {}
+
+impl SplitColumns for Linear {}
 
 impl From<burn::nn::Linear> for Linear {
     fn from(layer: burn::nn::Linear) -> Self {

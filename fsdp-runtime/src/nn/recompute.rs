@@ -51,10 +51,10 @@ pub fn recompute<I, const D: usize>(
 where
     I: UnitValue + Clone + Send + 'static,
 {
-    let Some(runtime) = RunningForward::current() else { return recompute_tracked(inputs, f) };
+    let Some(forward) = RunningForward::state() else { return recompute_tracked(inputs, f) };
     // Attention among context parallel ranks finds them in backward too.
     recompute_tracked(inputs, move |inputs| {
-        let _running = RunningForward::begin(&runtime);
+        let _running = forward.resume();
         f(inputs)
     })
 }

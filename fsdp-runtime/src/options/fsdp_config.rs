@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::fsdp_options::FsdpOptions;
 use super::policies::{
-    ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, OffloadPolicy,
-    ReshardAfterForward, ShardingStrategy, WrapPolicy,
+    ActivationCheckpointing, BackwardPrefetch, ContextExchange, GradientAccumulation,
+    OffloadPolicy, ReshardAfterForward, ShardingStrategy, WrapPolicy,
 };
 use super::precision::MixedPrecisionPolicy;
 use super::storage::StoragePolicy;

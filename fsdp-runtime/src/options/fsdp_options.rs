@@ -7,8 +7,8 @@ use burn::module::ParamId;
 use burn::tensor::FloatDType;
 
 use super::policies::{
-    ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, OffloadPolicy,
-    ReshardAfterForward, ShardingStrategy, WrapPolicy,
+    ActivationCheckpointing, BackwardPrefetch, ContextExchange, GradientAccumulation,
+    OffloadPolicy, ReshardAfterForward, ShardingStrategy, WrapPolicy,
 };
 use super::precision::MixedPrecisionPolicy;
 use super::storage::StoragePolicy;
@@ -134,6 +134,15 @@ impl FsdpOptions {
     /// PyTorch's `context_parallel`, Accelerate's `parallelism_config_cp_size`.
     pub const fn with_context_parallel(mut self, ranks: usize) -> Self {
         self.context_parallel = ranks;
+        self
+    }
+
+    /// Sets how [context parallel](Self::with_context_parallel) ranks exchange the keys and values of attention.
+    /// Default: [`ContextExchange::Gather`].
+    ///
+    /// PyTorch's `set_rotate_method`, Accelerate's `parallelism_config_cp_comm_strategy`.
+    pub const fn with_context_exchange(mut self, exchange: ContextExchange) -> Self {
+        self.context_exchange = exchange;
         self
     }
 

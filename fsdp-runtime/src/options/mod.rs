@@ -18,8 +18,8 @@ mod unit_options;
 pub use self::fsdp_config::{CheckpointingConfig, FsdpConfig, WrapConfig};
 pub use self::fsdp_options::FsdpOptions;
 pub use self::policies::{
-    ActivationCheckpointing, BackwardPrefetch, GradientAccumulation, OffloadPolicy,
-    ReshardAfterForward, ShardingStrategy, WrapPolicy,
+    ActivationCheckpointing, BackwardPrefetch, ContextExchange, GradientAccumulation,
+    OffloadPolicy, ReshardAfterForward, ShardingStrategy, WrapPolicy,
 };
 pub use self::precision::MixedPrecisionPolicy;
 pub(crate) use self::precision::{Precision, computed};

@@ -128,6 +128,20 @@ pub enum BackwardPrefetch {
     None,
 }
 
+/// How [context parallel](crate::FsdpOptions::with_context_parallel) ranks exchange the keys and values of attention.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ContextExchange {
+    /// Each rank gathers those of whole rows, for one layer at a time: one exchange in forward, and two in backward.
+    /// PyTorch's `allgather`, which is its default too.
+    #[default]
+    Gather,
+    /// The ranks pass their parts on from neighbour to neighbour, while they compute with those that they have. Each
+    /// has the keys and values of two ranks at a time: n - 1 exchanges in forward and 2 n - 1 in backward, among n
+    /// ranks. Gradients of keys and values travel in f32. PyTorch's `alltoall`, and *Ring Attention*.
+    Ring,
+}
+
 /// Which of the annotated units are gathered separately.
 ///
 /// Units that are not selected merge into the enclosing unit. The outermost unit is always a unit.

@@ -107,6 +107,20 @@ macro_rules! option_rows {
             key("parallelism_config_cp_size", "N", "Number of context parallel ranks"),
         ]),
     }
+    #[serde(default)]
+    pub(crate) context_exchange(with_context_exchange):
+        plain(ContextExchange) = ContextExchange::Gather, {
+        help: "How context parallel ranks exchange keys and values",
+        default: "[`Gather`](ContextExchange::Gather)",
+        range: "`Gather`, `Ring`",
+        keys: Keys::InFile(&[
+            key(
+                "parallelism_config_cp_comm_strategy",
+                "NAME",
+                "allgather or alltoall: how context parallel ranks exchange keys and values",
+            ),
+        ]),
+    }
     pub(super) reshard_after_forward(with_reshard_after_forward):
         plain(Option<ReshardAfterForward>) = None, {
         help: "Whether gathered parameters are freed after forward, where `None` leaves it to the strategy",

@@ -1,12 +1,12 @@
 //! A sharded model at run time: the hooks around a unit's forward, the schedule of collectives, the
 //! autodiff operations, and recomputation.
 //!
-//! Order of the modules, from the bottom up: `values`, `hooks`, `tables`, `dtype_mismatch`, `references`,
+//! Order of the modules, from the bottom up: `values`, `hooks`, `tables`, `forward_panic`, `references`,
 //! `field_call`, `recompute`, `autodiff`, `schedule`.
 
 mod autodiff;
-pub(crate) mod dtype_mismatch;
 pub(crate) mod field_call;
+pub(crate) mod forward_panic;
 pub(crate) mod hooks;
 pub(crate) mod recompute;
 pub(crate) mod references;

@@ -80,6 +80,8 @@ pub(crate) struct Setup {
     pub(crate) sight: Sight,
     pub(crate) lora: Option<LoraConfig>,
     pub(crate) tied: bool,
+    /// Probability with which all dropout layers drop elements.
+    pub(crate) dropout: f64,
     pub(crate) micro_batches: usize,
     pub(crate) steps: usize,
 }
@@ -94,6 +96,7 @@ impl Setup {
             sight: Sight::Causal,
             lora: None,
             tied: false,
+            dropout: 0.0,
             micro_batches: 1,
             steps: 20,
         }
@@ -159,7 +162,7 @@ struct Rank {
 
 fn train_rank(setup: &Setup, worker: &Worker) -> Result<Rank, Error> {
     let device = worker.device().clone();
-    let net = Net::new(setup.tied, &device);
+    let net = Net::new(setup.tied, &device).with_dropout(setup.dropout);
     let net = match &setup.lora {
         Some(lora) => lora.apply(net)?,
         None => net,

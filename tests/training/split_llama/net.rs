@@ -4,9 +4,9 @@ use burn::module::Module;
 use burn::nn::loss::Reduction;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use fsdp_runtime::nn::{
-    AttentionOptions, Embedding, EmbeddingConfig, Linear, LinearActivation, LinearConfig,
-    LinearCrossEntropyOptions, LmHead, LmHeadConfig, RmsNorm, RmsNormConfig, RotaryEncoding,
-    RotaryEncodingConfig, attention, swiglu,
+    AttentionOptions, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearActivation,
+    LinearConfig, LinearCrossEntropyOptions, LmHead, LmHeadConfig, RmsNorm, RmsNormConfig,
+    RotaryEncoding, RotaryEncodingConfig, attention, swiglu,
 };
 use fsdp_runtime::prelude::*;
 
@@ -35,6 +35,9 @@ pub(crate) struct Attention {
     /// Norm of each head, as in Qwen 3.
     #[fsdp(shared)]
     head_norm: RmsNorm,
+    /// Dropout of the weights.
+    #[fsdp(column)]
+    dropout: Dropout,
 }
 
 impl Attention {
@@ -46,6 +49,7 @@ impl Attention {
             value: linear(HIDDEN, KEY_HEADS * HEAD_WIDTH),
             output: linear(HEADS * HEAD_WIDTH, HIDDEN),
             head_norm: RmsNormConfig::new(HEAD_WIDTH).init(device),
+            dropout: dropout(),
         }
     }
 
@@ -63,7 +67,8 @@ impl Attention {
         let [query, key, value] = [query, key, value].map(heads);
         let [query, key] = [query, key].map(|heads| self.head_norm.forward(heads));
         let (query, key) = (rotary.forward(query), rotary.forward(key));
-        let mixed = attention(query, key, value, sight.clone()).swap_dims(1, 2);
+        let options = sight.clone().with_dropout(&self.dropout);
+        let mixed = attention(query, key, value, options).swap_dims(1, 2);
         let [rows, length, heads, _] = mixed.dims();
         self.output.forward(mixed.reshape([rows, length, heads * HEAD_WIDTH]))
     }
@@ -76,10 +81,17 @@ pub(crate) struct FeedForward {
     gate: Linear,
     #[fsdp(column)]
     up: Linear,
+    #[fsdp(column)]
+    dropout: Dropout,
     #[fsdp(row)]
     down: Linear,
     #[fsdp(column, gather)]
     last: Linear,
+}
+
+/// Returns dropout that drops nothing.
+fn dropout() -> Dropout {
+    DropoutConfig::new(0.0).init()
 }
 
 #[derive(Module, Debug)]
@@ -89,6 +101,8 @@ pub(crate) struct Block {
     attention: Attention,
     norm: RmsNorm,
     feed_forward: FeedForward,
+    /// Dropout of whole values.
+    dropout: Dropout,
 }
 
 #[fsdp_unit]
@@ -103,9 +117,11 @@ impl Block {
             feed_forward: FeedForward {
                 gate: linear(HIDDEN, WIDE),
                 up: linear(HIDDEN, WIDE),
+                dropout: dropout(),
                 down: linear(WIDE, HIDDEN),
                 last: LinearConfig::new(HIDDEN, HIDDEN).with_bias(false).init(device),
             },
+            dropout: dropout(),
         }
     }
 
@@ -116,11 +132,12 @@ impl Block {
         sight: &AttentionOptions,
     ) -> Tensor<3> {
         let normed = self.attention_norm.forward(x.clone());
-        let x = x + self.attention.forward(normed, rotary, sight);
-        let FeedForward { gate, up, down, last } = &self.feed_forward;
+        let x = x + self.dropout.forward(self.attention.forward(normed, rotary, sight));
+        let FeedForward { gate, up, dropout, down, last } = &self.feed_forward;
         let [gated, value] = Linear::forward_each([gate, up], self.norm.forward(x.clone()));
-        let hidden = down.forward_activated(swiglu(gated, value), LinearActivation::Gelu);
-        x + last.forward(hidden)
+        let hidden = dropout.forward(swiglu(gated, value));
+        let hidden = down.forward_activated(hidden, LinearActivation::Gelu);
+        x + self.dropout.forward(last.forward(hidden))
     }
 }
 
@@ -134,6 +151,7 @@ pub(crate) struct Net {
     #[fsdp(vocab)]
     head: LmHead,
     rotary: RotaryEncoding,
+    dropout: Dropout,
 }
 
 #[fsdp_unit]
@@ -150,11 +168,23 @@ impl Net {
             norm: RmsNormConfig::new(HIDDEN).init(device),
             head,
             rotary: RotaryEncodingConfig::new(LENGTH + 1, HEAD_WIDTH).init(device),
+            dropout: dropout(),
         }
     }
 
+    /// Returns the model with dropout of whole values, of values that ranks split, and of attention weights.
+    pub(crate) fn with_dropout(mut self, prob: f64) -> Self {
+        self.dropout.prob = prob;
+        for block in &mut self.blocks {
+            let layers =
+                [&mut block.dropout, &mut block.attention.dropout, &mut block.feed_forward.dropout];
+            layers.into_iter().for_each(|layer| layer.prob = prob);
+        }
+        self
+    }
+
     fn hidden(&self, ids: Tensor<2, Int>, sight: &AttentionOptions) -> Tensor<2> {
-        let x = self.words.forward(ids);
+        let x = self.dropout.forward(self.words.forward(ids));
         let block = |x, block: &Block| block.forward(x, &self.rotary, sight);
         let x = self.blocks.iter().fold(x, block);
         self.head.gather_sequence(self.norm.forward(x)).flatten(0, 1)

@@ -7,7 +7,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, Slice};
 
 use super::{AttentionRule, AttentionTensors, KeyRanges, MASK_ROWS, wide};
-use crate::mask::{BATCH, MaskSource};
+use crate::mask::{BATCH, MaskPart, MaskSource, Places};
 use crate::tensor::Float;
 
 /// Operations on the scores of a block, made of Burn's operations or kernels.
@@ -24,12 +24,13 @@ pub(crate) trait BlockOps<B: Backend> {
     fn weights(&self, products: Float<B>, block: &Block<'_, B>) -> [Float<B>; 2];
 
     /// Returns the gradients of the products, and the attention weights with dropout. Given are the
-    /// products, the gradients of these weights, in the same shape and dtype, and the second result of
-    /// [`weights`](Self::weights) for all queries.
+    /// products, the gradients of these weights, in the same shape and dtype, and for all queries the second
+    /// result of [`weights`](Self::weights) and the sums of the products of output and its gradient, in one
+    /// shape and dtype.
     fn slopes(
         &self,
         tensors: [Float<B>; 2],
-        statistics: &Float<B>,
+        saved: [&Float<B>; 2],
         block: &Block<'_, B>,
     ) -> [Float<B>; 2];
 
@@ -66,15 +67,18 @@ pub(crate) fn forward<B: Backend>(
 
 /// Implements
 /// [`Kernels::tiled_attention_backward`](crate::Kernels::tiled_attention_backward), given
-/// the second result of [`forward`].
+/// the results of [`forward`].
 pub(crate) fn backward<B: Backend>(
     tensors: &AttentionTensors<Float<B>>,
-    statistics: &Float<B>,
+    [output, statistics]: &[Float<B>; 2],
     grad: &Float<B>,
     rule: &AttentionRule,
     ops: &impl BlockOps<B>,
 ) -> [Float<B>; 3] {
     let dtype = tensors.query.dtype();
+    let [output, of_output] =
+        [output, grad].map(|tensor| B::float_cast(tensor.clone(), wide(dtype).into()));
+    let means = B::float_sum_dim(B::float_mul(output, of_output), 3);
     let mut query_grads = Vec::new();
     let mut sums: Option<[Float<B>; 2]> = None;
     for block in Block::<B>::all(tensors, rule, ops.queries(tensors, rule)) {
@@ -83,7 +87,7 @@ pub(crate) fn backward<B: Backend>(
         let of_weights = block.ungrouped(ops.product([grad.clone(), values]));
         let products = block.products(tensors, ops);
         let [slopes, weights] = ops
-            .slopes([products, of_weights], statistics, &block)
+            .slopes([products, of_weights], [statistics, &means], &block)
             .map(|tensor| block.grouped(tensor));
         // These products add up over the heads of a group as well.
         let queries = block.grouped(block.of_queries(&tensors.query, ops));
@@ -140,8 +144,12 @@ impl<'a, B: Backend> Block<'a, B> {
         let [batch, heads, queries, _] = tensors.query.shape().dims();
         let [_, key_heads, keys, _] = tensors.key.shape().dims();
         let ranges = KeyRanges::new(rule, [queries, keys]);
-        (0..queries).step_by(of_block).map(move |start| {
-            let queries = start..(start + of_block).min(queries);
+        let in_order = |start: usize| start..(start + of_block).min(queries);
+        let blocks: Vec<_> = match (&rule.dropout, &rule.places) {
+            (Some(_), Some(places)) => places.query_runs(0..queries).collect(),
+            _ => (0..queries).step_by(of_block).map(in_order).collect(),
+        };
+        blocks.into_iter().map(move |queries| {
             let seen = ranges.of_queries(0..batch, queries.clone());
             let end = seen.end.max(1).next_multiple_of(KEY_STEP).min(keys);
             let keys = seen.start / KEY_STEP * KEY_STEP..end;
@@ -194,14 +202,40 @@ impl<'a, B: Backend> Block<'a, B> {
     }
 
     /// Returns the source of the dropout mask of the block's weights. Its elements are numbered in the shape
-    /// `[batch, heads, queries, padded_keys]`.
+    /// `[batch, heads, queries, padded_keys]`, of all weights.
     pub(crate) fn dropout(&self) -> Option<MaskSource> {
-        self.rule().dropout.map(|source| source.of_block(self.queries.start / MASK_ROWS))
+        let (source, first) = (self.rule().dropout?, self.queries.start);
+        Some(match &self.rule().places {
+            Some(places) => places.row(source, first).source,
+            None => source.of_block(first / MASK_ROWS),
+        })
     }
 
-    /// Returns the number of all keys, seen or not, padded to whole batches of the random generator.
-    pub(crate) fn padded_keys(&self) -> usize {
-        self.all_keys().next_multiple_of(BATCH)
+    /// Returns the part of the mask that belongs to the block's weights, if these are a part of all weights.
+    pub(crate) fn mask_part(&self) -> Option<MaskPart> {
+        let places = self.rule().places.as_ref()?;
+        let row = places.row(self.rule().dropout?, self.queries.start);
+        let queries = row.row..row.row + self.queries.len();
+        let mut keys = places.keys.runs(self.keys.clone());
+        let mut run = || {
+            let (run, place) = keys.next().unwrap_or((0..0, places.padded_keys()));
+            place..place + run.len()
+        };
+        Some(MaskPart::new([
+            Places::all(self.batch),
+            places.heads,
+            Places::blocks(row.of_block, [queries, row.of_block..row.of_block]),
+            Places::blocks(places.padded_keys(), [run(), run()]),
+        ]))
+    }
+
+    /// Returns the keys that the mask of the block has: those of the block if it is a [part](Self::mask_part), else
+    /// all, seen or not, padded to whole batches of the random generator.
+    pub(crate) fn mask_keys(&self) -> Range<usize> {
+        match self.rule().places {
+            Some(_) => self.keys.clone(),
+            None => 0..self.all_keys().next_multiple_of(BATCH),
+        }
     }
 
     /// Returns the products of the queries and the keys, `[batch, heads, queries, keys]`.

@@ -8,18 +8,22 @@ use burn_std::Scalar;
 
 use super::blocks::{self, Block, BlockOps, part, slices};
 use super::{AttentionRule, AttentionTensors, MASK_ROWS, wide};
-use crate::mask::MaskSource;
+use crate::mask::{MaskPart, MaskSource};
 use crate::tensor::Float;
 
-/// The kernel that multiplies a tensor by a dropout mask.
-type Dropout<B> = fn(Float<B>, &MaskSource) -> Float<B>;
+/// The kernels that multiply a tensor by a dropout mask, or by a part of one.
+#[derive(Clone, Copy)]
+pub(crate) struct DropoutKernels<B: Backend> {
+    pub(crate) whole: fn(Float<B>, &MaskSource) -> Float<B>,
+    pub(crate) part: fn(Float<B>, &MaskSource, &MaskPart) -> Float<B>,
+}
 
 /// Implements [`Kernels::tiled_attention`](crate::Kernels::tiled_attention) with Burn's
 /// operations.
 pub(crate) fn forward<B: Backend>(
     tensors: &AttentionTensors<Float<B>>,
     rule: &AttentionRule,
-    dropout: Dropout<B>,
+    dropout: DropoutKernels<B>,
 ) -> [Float<B>; 2] {
     blocks::forward(tensors, rule, &ComposedOps::<B>::new(dropout))
 }
@@ -29,22 +33,22 @@ pub(crate) fn forward<B: Backend>(
 /// Burn's operations.
 pub(crate) fn backward<B: Backend>(
     tensors: &AttentionTensors<Float<B>>,
-    [_, statistics]: &[Float<B>; 2],
+    results: &[Float<B>; 2],
     grad: &Float<B>,
     rule: &AttentionRule,
-    dropout: Dropout<B>,
+    dropout: DropoutKernels<B>,
 ) -> [Float<B>; 3] {
-    blocks::backward(tensors, statistics, grad, rule, &ComposedOps::<B>::new(dropout))
+    blocks::backward(tensors, results, grad, rule, &ComposedOps::<B>::new(dropout))
 }
 
 /// The operations of a block, made of Burn's.
 pub(crate) struct ComposedOps<B: Backend> {
-    dropout: Dropout<B>,
+    dropout: DropoutKernels<B>,
 }
 
 impl<B: Backend> ComposedOps<B> {
-    /// Returns the operations, given the kernel of dropout.
-    pub(crate) fn new(dropout: Dropout<B>) -> Self {
+    /// Returns the operations, given the kernels of dropout.
+    pub(crate) fn new(dropout: DropoutKernels<B>) -> Self {
         Self { dropout }
     }
 }
@@ -75,11 +79,11 @@ impl<B: Backend> BlockOps<B> for ComposedOps<B> {
     fn slopes(
         &self,
         [products, of_weights]: [Float<B>; 2],
-        statistics: &Float<B>,
+        saved: [&Float<B>; 2],
         block: &Block<'_, B>,
     ) -> [Float<B>; 2] {
         let dtype = products.dtype();
-        let statistics = block.of_queries(statistics, self);
+        let [statistics, means] = saved.map(|tensor| block.of_queries(tensor, self));
         let weights = B::float_exp(B::float_sub(self.scores(products, block), statistics));
         let of_weights = B::float_cast(of_weights, weights.dtype().into());
         let (of_weights, dropped) = match self.mask(&weights, block) {
@@ -88,8 +92,7 @@ impl<B: Backend> BlockOps<B> for ComposedOps<B> {
             }
             None => (of_weights, weights.clone()),
         };
-        let mean = B::float_sum_dim(B::float_mul(of_weights.clone(), weights.clone()), 3);
-        let slopes = B::float_mul(B::float_sub(of_weights, mean), weights);
+        let slopes = B::float_mul(B::float_sub(of_weights, means), weights);
         let slopes = B::float_mul_scalar(slopes, Scalar::from(block.rule().scale));
         [slopes, dropped].map(|tensor| B::float_cast(tensor, dtype.into()))
     }
@@ -130,10 +133,12 @@ impl<B: Backend> ComposedOps<B> {
     /// Returns the dropout mask of the block's weights.
     fn mask(&self, weights: &Float<B>, block: &Block<'_, B>) -> Option<Float<B>> {
         let source = block.dropout()?;
-        let [batch, heads, queries, _] = weights.shape().dims();
-        let ones = Shape::from([batch, heads, queries, block.padded_keys()]);
-        let ones = B::float_ones(ones, &weights.device(), DType::F32.into());
-        let mask = part::<B>(&(self.dropout)(ones, &source), 3, block.keys.clone());
+        let shape = [block.batch, block.heads[0], block.queries.len(), block.mask_keys().len()];
+        let ones = B::float_ones(Shape::from(shape), &weights.device(), DType::F32.into());
+        let mask = match block.mask_part() {
+            Some(of_block) => (self.dropout.part)(ones, &source, &of_block),
+            None => part::<B>(&(self.dropout.whole)(ones, &source), 3, block.keys.clone()),
+        };
         Some(B::float_cast(mask, weights.dtype().into()))
     }
 }

@@ -5,13 +5,15 @@ pub(super) mod composed;
 mod key_ranges;
 mod segments;
 
+use std::ops::Range;
+
 use burn::tensor::DType;
 
 #[cfg(feature = "cube")]
 pub(super) use self::blocks::{Block, BlockOps, backward, forward};
 pub use self::key_ranges::KeyRanges;
 pub use self::segments::{Segments, SplitSegment};
-use super::mask::MaskSource;
+use super::mask::{BATCH, MaskSource, Places};
 
 /// Queries whose dropout masks are numbered together: element (batch, head, query, key) of a block of
 /// queries has the number that it has in a mask of shape `[batch, heads, queries, keys]`, with the
@@ -33,12 +35,72 @@ pub struct AttentionRule {
     pub scale: f64,
     /// Dropout of the attention weights.
     pub dropout: Option<MaskSource>,
+    /// Which of more weights these are, for their dropout masks; `None` for all.
+    pub places: Option<WeightPlaces>,
+}
+
+/// Places of the weights of an attention among those of a larger one, of which a rank computes a part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightPlaces {
+    /// Those of the heads of the queries.
+    pub heads: Places,
+    /// Those of the queries.
+    pub queries: Places,
+    /// Those of the keys.
+    pub keys: Places,
+}
+
+impl WeightPlaces {
+    /// Returns the places of all weights.
+    pub const fn all(heads: usize, [queries, keys]: [usize; 2]) -> Self {
+        let (queries, keys) = (Places::all(queries), Places::all(keys));
+        Self { heads: Places::all(heads), queries, keys }
+    }
+
+    /// Returns the queries of the range in runs that lie in one block of [`MASK_ROWS`] each.
+    pub(crate) fn query_runs(&self, queries: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let of_run = |(run, place): (Range<usize>, usize)| {
+            let (mut start, mut place) = (run.start, place);
+            std::iter::from_fn(move || {
+                let end = run.end.min(start + MASK_ROWS - place % MASK_ROWS);
+                let part = start..end;
+                (place, start) = (place + part.len(), end);
+                (!part.is_empty()).then_some(part)
+            })
+        };
+        self.queries.runs(queries).flat_map(of_run)
+    }
+
+    /// Returns the source of the masks of the queries that have the place `query` or are in a block with it, and the
+    /// number of the first element of a row of keys, given row of the batch and head.
+    pub(crate) fn row(&self, source: MaskSource, query: usize) -> MaskRow {
+        let place = self.queries.at(query);
+        let block = place / MASK_ROWS;
+        let start = block * MASK_ROWS;
+        let of_block = MASK_ROWS.min(self.queries.whole() - start);
+        MaskRow { source: source.of_block(block), row: place - start, of_block }
+    }
+
+    /// Returns the number of all keys, padded to whole batches of the random generator.
+    pub(crate) fn padded_keys(&self) -> usize {
+        self.keys.whole().next_multiple_of(BATCH)
+    }
+}
+
+/// The masks of the block of queries that a query belongs to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MaskRow {
+    pub(crate) source: MaskSource,
+    /// Index of the query in the block.
+    pub(crate) row: usize,
+    /// Number of queries of the block.
+    pub(crate) of_block: usize,
 }
 
 impl AttentionRule {
     /// Returns the rule by which every query sees every key, without dropout.
     pub fn new(scale: f64) -> Self {
-        Self { causal: false, window: None, segments: None, scale, dropout: None }
+        Self { causal: false, window: None, segments: None, scale, dropout: None, places: None }
     }
 
     /// Returns whether the rule hides keys from some queries.

@@ -74,6 +74,18 @@ impl Segments {
         Self { length: queries, runs: ranges.into() }
     }
 
+    /// Returns the segments with other numbers of positions or keys: `map` of each first one and of each one after
+    /// the last. It does not decrease.
+    pub fn renumbered(&self, map: impl Fn(usize) -> usize) -> Self {
+        let run = |run: &[u32; 2]| run.map(|position| map(position as usize) as u32);
+        Self { length: self.length, runs: self.runs.iter().map(run).collect() }
+    }
+
+    /// Returns whether some position has a segment, or sees a key.
+    pub fn has_keys(&self) -> bool {
+        self.runs.iter().any(|[first, end]| first < end)
+    }
+
     /// Returns the shape of the numbers: `[batch, length]`.
     pub fn dims(&self) -> [usize; 2] {
         [self.runs.len() / self.length.max(1), self.length]

@@ -13,7 +13,7 @@ use super::attention_kernels::{
 use super::buffer_slice::BufferSlice;
 use super::copy::{exclusive, fill};
 use super::device::rounds_in_integers;
-use super::dropout::dropout;
+use super::dropout::{dropout, dropout_part};
 use super::product::product;
 use super::rows::Team;
 use super::span::{Span, row_span};
@@ -73,19 +73,22 @@ impl BlockOps<CubeBackend> for RowKernels {
     fn slopes(
         &self,
         tensors: [CubeTensor; 2],
-        statistics: &CubeTensor,
+        saved: [&CubeTensor; 2],
         block: &Block<'_, CubeBackend>,
     ) -> [CubeTensor; 2] {
         let [scores, grads] = tensors.map(exclusive);
-        let statistics = contiguous(statistics.clone());
+        let [statistics, means] = saved.map(|tensor| contiguous(tensor.clone()));
         let rows = Rows::new(&[&scores, &grads], statistics.shape()[2], block);
-        let all = BufferSlice::of(&statistics).len();
-        assert!(statistics.shape().num_elements() <= all, "a number for each query");
+        for tensor in [&statistics, &means] {
+            assert_eq!(tensor.shape(), statistics.shape(), "two numbers for each query");
+            let all = BufferSlice::of(tensor).len();
+            assert!(tensor.shape().num_elements() <= all, "two numbers for each query");
+        }
         assert!(block.queries.end <= statistics.shape()[2], "the block's queries are among all");
         let client = scores.client.clone();
         let (count, dim) = rows.team.grid(&client, rows.count);
         // SAFETY: `Rows::new` checked that the buffers hold the rows, and the assertions that the statistics
-        // have a number for each; the kernel accesses only these.
+        // and means have a number for each; the kernel accesses only these.
         unsafe {
             attention_slopes_kernel::launch_unchecked(
                 &client,
@@ -98,6 +101,7 @@ impl BlockOps<CubeBackend> for RowKernels {
                 rows.arguments(&rows.mask),
                 rows.table.into_iter().collect(),
                 BufferSlice::of(&statistics).buffer_arg(),
+                BufferSlice::of(&means).buffer_arg(),
                 rows.shape,
                 rows.bounds,
                 rows.team,
@@ -177,25 +181,29 @@ impl Rows {
         let [batch, heads, queries, keys] = scores.shape().dims();
         let bias = block.bias.cloned().map(contiguous);
         let mask = block.dropout().map(|source| {
-            let shape = Shape::from([batch, heads, queries, block.padded_keys()]);
+            let shape = Shape::from([batch, heads, queries, block.mask_keys().len()]);
             let numel = shape.num_elements();
             let ones = empty(scores, shape, scores.dtype);
             fill(&client, &BufferSlice::of(&ones), numel, 1.0);
-            dropout(ones, &source)
+            match block.mask_part() {
+                Some(part) => dropout_part(ones, &source, &part),
+                None => dropout(ones, &source),
+            }
         });
         let slices: Vec<BufferSlice> =
             tensors.iter().map(|tensor| BufferSlice::of(tensor)).collect();
         let per_key = [&bias, &mask].map(|tensor| tensor.as_ref().map(BufferSlice::of));
         for (slice, rows) in per_key
             .iter()
-            .zip([batch * block.all_keys(), batch * heads * queries * block.padded_keys()])
+            .zip([batch * block.all_keys(), batch * heads * queries * block.mask_keys().len()])
         {
             assert!(
                 slice.as_ref().is_none_or(|slice| rows <= slice.len()),
                 "a number for each key"
             );
         }
-        // A vector is within a row of each tensor. Rows of the mask have whole vectors of any width.
+        // A vector is within a row of each tensor. Rows of the mask have whole vectors of any width, or the keys of
+        // the scores.
         let width_divides = common_power([keys, block.all_keys(), block.keys.start]);
         let span = row_span(
             &client,
@@ -213,7 +221,8 @@ impl Rows {
             heads * queries,
             keys / width,
             block.all_keys() / width,
-            block.padded_keys() / width,
+            block.mask_keys().len() / width,
+            (block.keys.start - block.mask_keys().start) / width,
             block.keys.start / width,
             all_queries,
             block.queries.start,
@@ -284,6 +293,7 @@ mod tests {
     use super::RowKernels;
     use crate::attention::composed::ComposedOps;
     use crate::attention::{Block, BlockOps, KeyRanges, Segments};
+    use crate::contract::dropout_kernels;
     use crate::tensor::Float;
     use crate::{AttentionRule, Kernels, MaskSource};
     use crate::{cast, to_data};
@@ -348,7 +358,11 @@ mod tests {
             let earlier = B::float_zeros(earlier, device, DType::F32.into());
             let all = B::float_cat(vec![earlier, statistics.clone()], 2);
             let scores = [1, 2].map(|seed| self.scores::<B>(device, seed, dtype));
-            let [slopes, backward] = ops.slopes(scores, &all, &block);
+            let means = B::float_mul_scalar(
+                B::float_ones(all.shape(), device, DType::F32.into()),
+                0.25.into(),
+            );
+            let [slopes, backward] = ops.slopes(scores, [&all, &means], &block);
             let zeros = Shape::from([BATCH, HEADS, queries + 3, keys.len()]);
             let zeros = B::float_zeros(zeros, device, DType::F32.into());
             let sums = ops.add(ops.add(zeros, slopes.clone(), 2), backward.clone(), 2);
@@ -409,7 +423,7 @@ mod tests {
         for (dtype, rounding) in [(DType::F32, 1e-5), (DType::F16, 2e-3)] {
             for case in cases() {
                 let found = case.run::<CubeBackend>(&device, dtype, &RowKernels);
-                let composed = ComposedOps::<Flex>::new(Flex::dropout);
+                let composed = ComposedOps::<Flex>::new(dropout_kernels());
                 let expected = case.run::<Flex>(&Default::default(), DType::F32, &composed);
                 for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     assert_eq!(found.len(), expected.len());

@@ -27,8 +27,10 @@ pub(super) struct ScoreRows {
     count: usize,
     /// Number of vectors of a row of the bias, which has all keys.
     bias_count: usize,
-    /// Number of vectors of a row of the dropout mask, which has all keys and a padding.
+    /// Number of vectors of a row of the dropout mask, which has all keys and a padding, or those of the row.
     mask_count: usize,
+    /// Number of vectors before the row's first in a row of the mask.
+    mask_skipped: usize,
     /// Number of vectors before the row's first in a row that has all keys.
     skipped: usize,
     /// Number of rows of a head in the statistics, which have all queries.
@@ -143,7 +145,7 @@ fn masked<F: Float, N: Size>(
     let mut numbers = numbers;
     #[unroll]
     for at in 0..mask.len() {
-        let first = row * shape.mask_count + shape.skipped;
+        let first = row * shape.mask_count + shape.mask_skipped;
         let mask = Vector::<f32, N>::cast_from(mask[at][first + index]);
         let zero = Vector::<f32, N>::new(0.0f32);
         numbers = select_many(mask.equal(&zero), zero, numbers * Vector::new(shape.keep));
@@ -226,13 +228,13 @@ pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
     mask: &Sequence<Box<[Vector<F, N>]>>,
     table: &Sequence<Box<[u32]>>,
     statistics: &[f32],
+    means: &[f32],
     shape: ScoreRows,
     #[comptime] bounds: Bounds,
     #[comptime] team: Team,
     #[comptime] integers: bool,
     #[define(F)] _dtype: ElemType,
 ) {
-    let mut shared = Shared::<[Vector<f32, N>]>::new_slice(team.threads);
     let own = own_team(team);
     let row = min(own, shape.rows - 1);
     let first = row * shape.count;
@@ -241,19 +243,10 @@ pub(super) fn attention_slopes_kernel<F: Float, N: Size>(
     let query = row / shape.queries * shape.all_queries + shape.first_query + row % shape.queries;
     let logs = Vector::<f32, N>::new(statistics[query]);
 
-    let mut sum = Vector::<f32, N>::new(0.0f32);
-    let mut index = seen.begin;
-    while index * width < seen.end {
-        let score = scaled(scores[first + index], bias, row, index, &shape);
-        let weight = masked(power(score - logs), mask, row, index, &shape);
-        let product = weight * Vector::cast_from(grads[first + index]);
-        sum += of_seen(product, 0.0f32, index * width, &seen, bounds);
-        index += step;
-    }
-    let mean = Vector::<f32, N>::new(team_sum(sum, &mut shared, team));
+    let mean = Vector::<f32, N>::new(means[query]);
 
     if own < shape.rows {
-        index = lane;
+        let mut index = lane;
         while index < shape.count {
             let mut dropped = Vector::<f32, N>::new(0.0f32);
             let mut slope = Vector::<f32, N>::new(0.0f32);

@@ -18,10 +18,10 @@ use crate::StorageType;
 use crate::accesses;
 use crate::attention::{self, AttentionRule, AttentionTensors, composed};
 use crate::batched_steps::StepBatch;
-use crate::contract::{self, AdamTensors, Kernels, RankMean, Sums, takes};
+use crate::contract::{self, AdamTensors, Kernels, RankMean, Sums, dropout_kernels, takes};
 use crate::cross_entropy::{LossResults, LossRule, LossTensors};
 use crate::linear::LinearActivation;
-use crate::mask::MaskSource;
+use crate::mask::{MaskPart, MaskSource};
 use crate::norm::Norm;
 use crate::normalization::{
     NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
@@ -89,6 +89,10 @@ impl Kernels for CubeBackend {
 
     fn dropout(tensor: CubeTensor, source: &MaskSource) -> CubeTensor {
         dropout::dropout(tensor, source)
+    }
+
+    fn dropout_part(tensor: CubeTensor, source: &MaskSource, part: &MaskPart) -> CubeTensor {
+        dropout::dropout_part(tensor, source, part)
     }
 
     fn round_at_random(tensor: CubeTensor, rounding: &RandomRounding) -> CubeTensor {
@@ -198,7 +202,7 @@ impl Kernels for CubeBackend {
         }
         match takes(tensors.query.dtype) {
             true => attention::forward(tensors, rule, &RowKernels),
-            false => composed::forward::<Self>(tensors, rule, Self::dropout),
+            false => composed::forward::<Self>(tensors, rule, dropout_kernels()),
         }
     }
 
@@ -212,8 +216,8 @@ impl Kernels for CubeBackend {
             return grads;
         }
         match takes(tensors.query.dtype) {
-            true => attention::backward(tensors, &results[1], grad, rule, &RowKernels),
-            false => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),
+            true => attention::backward(tensors, results, grad, rule, &RowKernels),
+            false => composed::backward::<Self>(tensors, results, grad, rule, dropout_kernels()),
         }
     }
 

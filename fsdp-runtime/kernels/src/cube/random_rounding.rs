@@ -3,6 +3,7 @@
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
+use cubecl::client::Client;
 use cubecl::prelude::*;
 use half::bf16;
 
@@ -13,7 +14,7 @@ use super::rounding::narrowed;
 use super::span::{grid, spans_within};
 use super::tensors::{contiguous, empty};
 use crate::philox::LANES;
-use crate::random_rounding::{BATCH, RandomRounding};
+use crate::random_rounding::{BATCH, RandomRounding, RoundedPart};
 
 /// Rounds the `count` vectors of a span. Its first element has `skipped` elements of a batch before it.
 ///
@@ -63,6 +64,43 @@ fn round_kernel<N: Size>(
     }
 }
 
+/// Rounds `count` elements, each in the part of its row. A thread generates a random block for its element.
+#[cube(launch_unchecked)]
+fn round_part_kernel<N: Size>(
+    source: &[Vector<f32, N>],
+    target: &mut [Vector<bf16, N>],
+    from: usize,
+    to: usize,
+    count: usize,
+    first: usize,
+    len: usize,
+    parts: usize,
+    part: usize,
+    key_0: u32,
+    key_1: u32,
+    place_0: u32,
+    place_1: u32,
+    #[comptime] integers: bool,
+) {
+    let at = ABSOLUTE_POS;
+    if at < count {
+        let position = first + at;
+        let position = (position / len * parts + part) * len + position % len;
+        let (batch, index) = (position / comptime!(BATCH), position % comptime!(BATCH));
+        let (own, lane) = (index / comptime!(LANES), index % comptime!(LANES));
+        let block = batch as u32 * comptime!(LANES as u32) + lane as u32;
+        let words = random_blocks::<N>(block, key_0, key_1, place_0, place_1);
+        let mut draws = Vector::<u32, N>::new(0u32);
+        #[unroll]
+        for word in 0..4usize {
+            draws = select(own % 4 == word, words[word], draws);
+        }
+        let draws = draws >> Vector::new(own as u32 / 4u32 * 16u32);
+        let draws = draws & Vector::new(0xFFFFu32);
+        target[to + at] = rounded_with(source[from + at], draws, integers);
+    }
+}
+
 /// Rounds a vector with draws of sixteen bits. A NaN keeps its upper bits and becomes quiet.
 #[cube]
 fn rounded_with<N: Size>(
@@ -90,6 +128,10 @@ pub(super) fn round(tensor: CubeTensor, rounding: &RandomRounding) -> CubeTensor
     let (numel, first) = (tensor.shape().num_elements(), rounding.first);
     assert!(first + numel < 1 << 32, "rounding takes elements below 2^32, not {}", first + numel);
     let slices = [&BufferSlice::of(&tensor), &BufferSlice::of(&target)];
+    if let Some(part) = rounding.part {
+        round_part(&client, slices, numel, (rounding, part));
+        return target;
+    }
     // The blocks of a vector begin with the first element, whose position is a multiple of the width.
     let aligned = LANES.min(1 << first.trailing_zeros().min(16));
     for span in spans_within(&client, &slices, numel, aligned) {
@@ -127,6 +169,43 @@ pub(super) fn round(tensor: CubeTensor, rounding: &RandomRounding) -> CubeTensor
     target
 }
 
+/// Rounds `numel` elements of a part of the columns of a parameter.
+fn round_part(
+    client: &Client,
+    [source, target]: [&BufferSlice; 2],
+    numel: usize,
+    (rounding, part): (&RandomRounding, RoundedPart),
+) {
+    let RoundedPart { len, parts, part } = part;
+    let whole = (rounding.first + numel).next_multiple_of(len) * parts;
+    assert!(whole < 1 << 32, "rounding takes elements below 2^32, not {whole}");
+    assert!(numel <= source.len().min(target.len()), "both buffers have the elements");
+    let (count, dim) = grid(client, numel);
+    // SAFETY: the assertion checked that both buffers hold the elements; the kernel accesses only these.
+    unsafe {
+        round_part_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            1,
+            source.buffer_arg(),
+            target.buffer_arg(),
+            source.start,
+            target.start,
+            numel,
+            rounding.first,
+            len,
+            parts,
+            part,
+            rounding.key[0],
+            rounding.key[1],
+            rounding.counter[0],
+            rounding.counter[1],
+            rounds_in_integers(client, DType::BF16),
+        );
+    }
+}
+
 #[cfg(all(test, feature = "cpu", feature = "flex"))]
 mod tests {
     use burn::backend::Flex;
@@ -142,16 +221,20 @@ mod tests {
     #[test]
     fn the_bits_of_random_rounding_are_those_of_flex() {
         let device = CubeDevice::Cpu(CpuDevice);
-        for (len, first) in [(1000, 0), (1000, 8), (127, 120), (129, 3), (1, 127), (4096, 128)] {
+        let part = Some(RoundedPart { len: 70, parts: 3, part: 1 });
+        let cases = [(1000, 0), (1000, 8), (127, 120), (129, 3), (1, 127), (4096, 128)];
+        let cases =
+            cases.into_iter().flat_map(|(len, first)| [(len, first, None), (len, first, part)]);
+        for (len, first, part) in cases {
             let elements: Vec<f32> = (0..len).map(|i| (i as f32 * 0.37).sin()).collect();
-            let rounding = RandomRounding { key: [1, 2], counter: [3, 4], first };
+            let rounding = RandomRounding { key: [1, 2], counter: [3, 4], first, part };
             let data = || TensorData::new(elements.clone(), [len]);
             let on_device = CubeBackend::float_from_data(data(), &device);
             let on_device = CubeBackend::round_at_random(on_device, &rounding);
             let on_host = Flex::float_from_data(data(), &Default::default());
             let on_host = to_data::<Flex>(Flex::round_at_random(on_host, &rounding));
             let on_device = to_data::<CubeBackend>(on_device);
-            assert_eq!(on_device.as_bytes(), on_host.as_bytes(), "{len} {first}");
+            assert_eq!(on_device.as_bytes(), on_host.as_bytes(), "{len} {first} {part:?}");
         }
     }
 }

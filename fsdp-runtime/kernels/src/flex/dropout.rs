@@ -4,11 +4,12 @@
 use std::mem::MaybeUninit;
 
 use multiversion::multiversion;
+use rayon::prelude::*;
 
 use super::float::KernelFloat;
-use super::new_tensor::Uninit;
+use super::new_tensor::{TASK, Uninit};
 use super::prefetch::prefetch_ahead;
-use crate::mask::{BATCH, MaskSource, SIGN, pairs};
+use crate::mask::{BATCH, MaskPart, MaskSource, SIGN, pairs};
 use crate::philox::{LANES, blocks};
 
 /// Multiplies the elements by the mask's elements from `at` on, which is a multiple of [`BATCH`].
@@ -32,14 +33,38 @@ pub(super) fn dropout_over(source: &[f32], target: &mut [f32], mask: &MaskSource
     dropout(source, target, mask, at);
 }
 
-/// Applies [`dropout`] to the elements in their own memory.
-pub(super) fn dropout_in_place(elements: &mut [f32], mask: &MaskSource, at: usize) {
-    let mut source = [0.0; BATCH];
-    for (batch, elements) in elements.chunks_mut(BATCH).enumerate() {
-        let source = &mut source[..elements.len()];
-        source.copy_from_slice(elements);
-        dropout_over(source, elements, mask, at + batch * BATCH);
+/// Applies [`dropout`] to the elements in their own memory, from any number in the mask on.
+pub(super) fn drop_run<E: KernelFloat>(elements: &mut [E], mask: &MaskSource, number: usize) {
+    let (mut rest, mut number) = (elements, number);
+    while !rest.is_empty() {
+        let first = number % BATCH;
+        let len = rest.len().min(BATCH - first);
+        let (elements, after) = rest.split_at_mut(len);
+        let (mut source, mut target) = ([E::zeroed(); BATCH], [MaybeUninit::uninit(); BATCH]);
+        source[first..first + len].copy_from_slice(elements);
+        let target = &mut target[..first + len];
+        let dropped = dropout(&source[..first + len], target, mask, number - first);
+        elements.copy_from_slice(&dropped[first..]);
+        (rest, number) = (after, number + len);
     }
+}
+
+/// Applies a part of a mask to the elements in their own memory, on all threads of the current pool.
+pub(super) fn drop_part<E: KernelFloat>(elements: &mut [E], mask: &MaskSource, part: &MaskPart) {
+    assert_eq!(elements.len(), part.numel(), "the part has the elements of the tensor");
+    let mut rest = elements;
+    let runs: Vec<_> = part
+        .runs()
+        .map(|run| {
+            let (elements, after) = std::mem::take(&mut rest).split_at_mut(run.len);
+            rest = after;
+            (elements, run.number)
+        })
+        .collect();
+    let of_run = runs.first().map_or(1, |(elements, _)| elements.len().max(1));
+    runs.into_par_iter()
+        .with_min_len(TASK.div_ceil(of_run))
+        .for_each(|(elements, number)| drop_run(elements, mask, number));
 }
 
 /// Applies dropout to whole batches, then to the remaining elements. `limits` are the threshold and

@@ -22,10 +22,10 @@ use crate::StorageType;
 use crate::attention::{AttentionRule, AttentionTensors, composed};
 use crate::batched_steps::StepBatch;
 use crate::codes;
-use crate::contract::{self, AdamTensors, Kernels, RankMean, Sums, takes};
+use crate::contract::{self, AdamTensors, Kernels, RankMean, Sums, dropout_kernels, takes};
 use crate::cross_entropy::{self as chunks, LossResults, LossRule, LossTensors};
 use crate::linear::LinearActivation;
-use crate::mask::MaskSource;
+use crate::mask::{MaskPart, MaskSource};
 use crate::norm::Norm;
 use crate::normalization::{
     NormalizationGrads, NormalizationRule, NormalizationTensors, Normalized,
@@ -243,6 +243,14 @@ impl Kernels for Flex {
         })
     }
 
+    fn dropout_part(tensor: FlexTensor, source: &MaskSource, part: &MaskPart) -> FlexTensor {
+        let mut tensor = exclusive(tensor);
+        with_float_type!(tensor.dtype(), |E| {
+            dropout::drop_part(slice_mut::<E>(&mut tensor), source, part);
+        });
+        tensor
+    }
+
     fn round_at_random(tensor: FlexTensor, rounding: &RandomRounding) -> FlexTensor {
         let tensor = contiguous(tensor);
         let elements = slice::<f32>(&tensor);
@@ -365,7 +373,7 @@ impl Kernels for Flex {
             dtype if takes(dtype) => {
                 with_float_type!(dtype, |E| attention::forward::<E>(tensors, rule))
             }
-            _ => composed::forward::<Self>(tensors, rule, Self::dropout),
+            _ => composed::forward::<Self>(tensors, rule, dropout_kernels()),
         }
     }
 
@@ -379,7 +387,7 @@ impl Kernels for Flex {
             dtype if takes(dtype) => with_float_type!(dtype, |E| {
                 attention::backward::<E>(tensors, results, grad, rule)
             }),
-            _ => composed::backward::<Self>(tensors, results, grad, rule, Self::dropout),
+            _ => composed::backward::<Self>(tensors, results, grad, rule, dropout_kernels()),
         }
     }
 

@@ -17,16 +17,26 @@ pub(super) fn round<'a>(
     rounding: &RandomRounding,
     at: usize,
 ) -> &'a mut [bf16] {
-    round_from(source, target, (rounding.key, rounding.counter), rounding.first + at)
+    assert_eq!(source.len(), target.len());
+    let (bits, mut done) = ((rounding.key, rounding.counter), 0);
+    while done < source.len() {
+        let (position, neighbours) = rounding.position(at + done);
+        let count = neighbours.unwrap_or(usize::MAX).min(source.len() - done);
+        let run = done..done + count;
+        round_from(&source[run.clone()], &mut target[run], bits, position);
+        done += count;
+    }
+    // SAFETY: the loop wrote every element.
+    unsafe { target.assume_init_mut() }
 }
 
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"), dispatcher = "direct")]
-fn round_from<'a>(
+fn round_from(
     source: &[f32],
-    target: &'a mut Uninit<bf16>,
+    target: &mut Uninit<bf16>,
     (key, counter): ([u32; 2], [u32; 2]),
     first: usize,
-) -> &'a mut [bf16] {
+) {
     assert_eq!(source.len(), target.len());
     let mut at = 0;
     while at < source.len() {
@@ -41,8 +51,6 @@ fn round_from<'a>(
         }
         at += count;
     }
-    // SAFETY: the loop wrote every element.
-    unsafe { target.assume_init_mut() }
 }
 
 /// Returns the draws of a batch, in its order.
@@ -70,8 +78,10 @@ fn rounded(element: f32, draw: u32) -> bf16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random_rounding::RoundedPart;
 
-    const SOURCE: RandomRounding = RandomRounding { key: [1, 2], counter: [3, 4], first: 0 };
+    const SOURCE: RandomRounding =
+        RandomRounding { key: [1, 2], counter: [3, 4], first: 0, part: None };
 
     fn rounded_from(source: &[f32], rounding: &RandomRounding) -> Vec<bf16> {
         let mut target = Vec::with_capacity(source.len());
@@ -137,6 +147,23 @@ mod tests {
                 let at = draws.iter().position(|draw| *draw != 0);
                 assert_eq!(at, Some(64 * (bit / 16) + 16 * word + 5));
             }
+        }
+    }
+
+    #[test]
+    fn a_part_of_the_columns_has_the_draws_of_the_whole_parameter() {
+        let (rows, len, parts) = (5, 300, 3);
+        let whole: Vec<f32> = (0..rows * parts * len).map(|at| 1.0 + at as f32 * 1e-5).collect();
+        let expected = rounded_from(&whole, &SOURCE);
+        for part in 0..parts {
+            let of_row = |row: usize| (row * parts + part) * len..(row * parts + part + 1) * len;
+            let own: Vec<f32> = (0..rows).flat_map(|row| whole[of_row(row)].to_vec()).collect();
+            let expected: Vec<_> =
+                (0..rows).flat_map(|row| expected[of_row(row)].to_vec()).collect();
+            let part = Some(RoundedPart { len, parts, part });
+            let range = 170..1130;
+            let rounding = RandomRounding { first: range.start, part, ..SOURCE };
+            assert_eq!(rounded_from(&own[range.clone()], &rounding), expected[range]);
         }
     }
 }

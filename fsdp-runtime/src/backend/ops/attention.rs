@@ -1,7 +1,10 @@
 //! Attention as one operation, which saves its inputs, its output and one number for each query.
 //!
-//! Among context parallel ranks the operation gathers keys and values of whole rows, and saves this rank's part.
-//! Backward gathers them again, and adds up their gradients over the ranks.
+//! Among context parallel ranks the operation gets the keys and values of whole rows, and saves this rank's part.
+//! Backward gets them again, and adds up their gradients over the ranks. Either they are gathered, or the ranks pass
+//! them on in a ring ([`ring`]).
+
+mod ring;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -19,9 +22,18 @@ use super::error::KernelError;
 use super::saved::Saved;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
 use crate::error::{Error, raise};
+use crate::layout::ContextPart;
+
+/// Tensors that are on their way from the rank before: waits for them.
+pub(crate) type Arriving<B> = Box<dyn FnOnce() -> Result<Vec<Float<B>>, Error>>;
 
 /// The context parallel ranks, as attention sees them.
 pub(crate) trait ContextRanks<B: ModelBackend>: Debug + Send + Sync {
+    /// Returns this rank's part of rows, of which it has as many keys, if the ranks pass keys and values on in a
+    /// ring, and `None` if they gather them.
+    fn ring(&self, keys: usize) -> Result<Option<ContextPart>, Error>;
+    /// Sends tensors, which have the same shapes on all ranks, to the next rank of the ring.
+    fn pass_on(&self, tensors: Vec<Float<B>>) -> Result<Arriving<B>, Error>;
     /// Returns key and value of whole rows, given those of this rank's part: `[batch, key_heads, length, width]`.
     fn join(&self, parts: [Float<B>; 2]) -> Result<[Float<B>; 2], Error>;
     /// Returns this rank's parts of the sums of two tensors over the ranks, which have whole rows.
@@ -108,7 +120,7 @@ fn apply<B: ModelBackend>(
     match tensors {
         Taken::Plain(tensors) => {
             let tensors = AttentionTensors::from_vec(tensors.into_iter().chain(bias).collect());
-            let [output, _] = forward::<B>(joined(tensors, &ranks)?, rule.clone());
+            let [output, _] = forward_among::<B>(tensors, rule, &ranks)?;
             Ok(FloatTensor::Plain(output))
         }
         Taken::Autodiff(tensors, context) => {
@@ -119,15 +131,19 @@ fn apply<B: ModelBackend>(
     }
 }
 
-/// Returns the tensors with keys and values of whole rows.
-fn joined<B: ModelBackend>(
+/// Returns the output and the row statistics, with the keys and values of all ranks.
+fn forward_among<B: ModelBackend>(
     tensors: AttentionTensors<Float<B>>,
+    rule: &AttentionRule,
     ranks: &Ranks<B>,
-) -> Result<AttentionTensors<Float<B>>, Error> {
-    let Some(ranks) = ranks else { return Ok(tensors) };
+) -> Result<[Float<B>; 2], Error> {
+    let Some(ranks) = ranks else { return Ok(forward::<B>(tensors, rule.clone())) };
+    if let Some(part) = ranks.ring(tensors.key.shape()[2])? {
+        return ring::forward::<B>(tensors, rule, &**ranks, part);
+    }
     let AttentionTensors { query, key, value, bias } = tensors;
     let [key, value] = ranks.join([key, value])?;
-    Ok(AttentionTensors { query, key, value, bias })
+    Ok(forward::<B>(AttentionTensors { query, key, value, bias }, rule.clone()))
 }
 
 /// Returns the output and the row statistics, without lowering the tensors.
@@ -148,29 +164,42 @@ fn forward<B: ModelBackend>(
     results.try_into().expect("`defer` returns one tensor for each output")
 }
 
-/// Returns the gradients of query, key and value, given that of the output, without lowering tensors that this
-/// rank has.
-fn backward<B: ModelBackend>(state: State<B>, grad: Float<B>) -> Result<[Float<B>; 3], Error> {
-    let State { tensors, results: [output, statistics], rule, ranks, saved: _saved } = state;
-    let tensors = joined(tensors, &ranks)?;
+/// Returns the gradients of query, key and value, given the results and the gradient of the output, without lowering
+/// the tensors.
+fn backward<B: ModelBackend>(
+    tensors: AttentionTensors<Float<B>>,
+    results: &[Float<B>; 2],
+    grad: &Float<B>,
+    rule: AttentionRule,
+) -> [Float<B>; 3] {
     let outputs = [&tensors.query, &tensors.key, &tensors.value]
         .map(|tensor| (tensor.shape(), tensor.dtype()));
-    let mut inputs = vec![output, statistics, grad];
+    let mut inputs: Vec<_> = results.iter().chain([grad]).cloned().collect();
     inputs.extend(tensors.into_vec());
     let gradients = B::defer(inputs, outputs.into(), move |mut buffers| {
         let tensors = AttentionTensors::from_vec(buffers.split_off(3));
         let [output, statistics, grad] = <[_; 3]>::try_from(buffers).expect("three buffers");
         B::Raw::tiled_attention_backward(&tensors, &[output, statistics], &grad, &rule).into()
     });
-    let [query, key, value] =
-        <[_; 3]>::try_from(gradients).expect("`defer` returns one tensor for each output");
-    match ranks {
-        Some(ranks) => {
-            let [key, value] = ranks.sum_parts([key, value])?;
-            Ok([query, key, value])
-        }
-        None => Ok([query, key, value]),
+    gradients.try_into().expect("`defer` returns one tensor for each output")
+}
+
+/// Returns the gradients of query, key and value, given that of the output, with the keys and values of all ranks.
+fn backward_among<B: ModelBackend>(
+    state: State<B>,
+    grad: &Float<B>,
+) -> Result<[Float<B>; 3], Error> {
+    let State { tensors, results, rule, ranks, saved: _saved } = state;
+    let Some(ranks) = ranks else { return Ok(backward::<B>(tensors, &results, grad, rule)) };
+    if let Some(part) = ranks.ring(tensors.key.shape()[2])? {
+        return ring::backward::<B>(tensors, &results, grad, &rule, &*ranks, part);
     }
+    let AttentionTensors { query, key, value, bias } = tensors;
+    let [key, value] = ranks.join([key, value])?;
+    let tensors = AttentionTensors { query, key, value, bias };
+    let [query, key, value] = backward::<B>(tensors, &results, grad, rule);
+    let [key, value] = ranks.sum_parts([key, value])?;
+    Ok([query, key, value])
 }
 
 /// Applies attention and records it as one autodiff operation.
@@ -183,7 +212,7 @@ fn record<B: ModelBackend>(
     let nodes = tensors.each_ref().map(|tensor| tensor.node());
     let tensors = tensors.into_iter().map(Tracked::<B>::into_primitive).chain(bias);
     let tensors = AttentionTensors::from_vec(tensors.collect());
-    let results = forward::<B>(joined(tensors.clone(), &ranks)?, rule.clone());
+    let results = forward_among::<B>(tensors.clone(), &rule, &ranks)?;
     let output = results[0].clone();
     let op = Backward::<B, 3>::prepare::<NoCheckpointing>(Attention, nodes);
     Ok(match op.compute_bound().stateful() {
@@ -216,7 +245,7 @@ impl<B: ModelBackend> Backward<B, 3> for Attention {
 
     fn backward(self, ops: Ops<State<B>, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         register_gradients::<B, _, _, 3>(ops, grads, |state, grad| {
-            backward::<B>(state, grad).unwrap_or_else(|error| raise(error)).map(Some)
+            backward_among::<B>(state, &grad).unwrap_or_else(|error| raise(error)).map(Some)
         });
     }
 }
@@ -226,7 +255,7 @@ mod tests {
     use burn::tensor::{Device, Distribution};
 
     use super::*;
-    use crate::backend::ops::{KeyRanges, MaskSource, Segments};
+    use crate::backend::ops::{KeyRanges, MaskSource, Places, Segments, WeightPlaces};
 
     const SOURCE: MaskSource = MaskSource { key: [5, 6], counter: [7, 8], prob: 0.3 };
 
@@ -240,13 +269,22 @@ mod tests {
 
     /// Returns the mask of `[batch, heads, queries, keys]` weights: equal scores, and the unit matrix as
     /// the values.
-    fn mask([batch, heads, queries, keys]: [usize; 4], device: &Device, dtype: DType) -> Vec<f64> {
+    fn mask(shape: [usize; 4], device: &Device, dtype: DType) -> Vec<f64> {
+        mask_of(&rule(false), shape, device, dtype)
+    }
+
+    fn mask_of(
+        rule: &AttentionRule,
+        [batch, heads, queries, keys]: [usize; 4],
+        device: &Device,
+        dtype: DType,
+    ) -> Vec<f64> {
         let options = (device, dtype);
         let [query, key] =
             [queries, keys].map(|length| Tensor::<4>::zeros([batch, heads, length, 2], options));
         let value = Tensor::<2>::eye(keys, device).cast(dtype).reshape([1, 1, keys, keys]);
         let value = value.repeat_dim(0, batch).repeat_dim(1, heads);
-        let output = attention_tracked([&query, &key, &value], None, &rule(false)).unwrap();
+        let output = attention_tracked([&query, &key, &value], None, rule).unwrap();
         numbers(output.mul_scalar(keys as f64))
     }
 
@@ -270,6 +308,44 @@ mod tests {
             }
             let zeros = tiles.iter().filter(|&&x| x == 0.0).count() as f64 / tiles.len() as f64;
             assert!(tiles.len() < 1000 || (zeros - 0.3).abs() < 0.01, "{zeros}");
+        }
+    }
+
+    /// Weights of some heads, queries and keys have the masks that they have among all.
+    #[test]
+    fn a_part_has_the_mask_of_all_weights() {
+        let [batch, heads, queries, keys] = [2, 4, 300, 520];
+        let places = WeightPlaces {
+            heads: Places::blocks(heads, [2..4, 4..4]),
+            queries: Places::blocks(queries, [20..170, 250..290]),
+            keys: Places::blocks(keys, [0..130, 300..490]),
+        };
+        let part = [batch, places.heads.len(), places.queries.len(), places.keys.len()];
+        let rule = AttentionRule { places: Some(places), ..rule(false) };
+        let whole = mask([batch, heads, queries, keys], &Device::flex(), DType::F32);
+        let mut expected = Vec::new();
+        for row in 0..batch {
+            for head in 0..part[1] {
+                let head = (row * heads + places.heads.at(head)) * queries;
+                for query in (0..part[2]).map(|query| places.queries.at(query)) {
+                    let of_key = |key| whole[(head + query) * keys + places.keys.at(key)];
+                    expected.extend((0..part[3]).map(of_key));
+                }
+            }
+        }
+        let devices = [
+            (Device::flex(), DType::F32),
+            (Device::flex(), DType::BF16),
+            (Device::flex(), DType::F64),
+            #[cfg(feature = "cpu")]
+            (Device::cpu(), DType::F32),
+        ];
+        for (device, dtype) in devices {
+            let found = mask_of(&rule, part, &device, dtype);
+            assert_eq!(found.len(), expected.len());
+            let differ = |(a, b): (&f64, &f64)| (a - b).abs() > 2e-2;
+            let at = found.iter().zip(&expected).position(differ);
+            assert_eq!(at, None, "{dtype:?} on {device:?}");
         }
     }
 

@@ -11,7 +11,7 @@ mod shared_input;
 
 use burn::backend::TensorMetadata;
 use burn::tensor::{DType, Tensor};
-use fsdp_kernels::{LinearActivation, MaskSource, Tracked};
+use fsdp_kernels::{LinearActivation, Tracked};
 
 use self::forward::record;
 use self::matrices::{in_shape, rows};
@@ -19,7 +19,7 @@ pub(crate) use self::shared_input::SharedInput;
 use super::arguments::{Taken, check_dtype, take_all};
 use super::error::KernelError;
 use crate::backend::model_backend::{FloatTensor, ModelBackend, with_backend};
-use crate::module::AdaptedWeight;
+use crate::module::{AdaptedWeight, Mask, RunningForward};
 
 /// Parameters of a linear layer.
 #[derive(Clone, Debug)]
@@ -56,9 +56,10 @@ pub(crate) fn linear_tracked<const D: usize>(
     }
     let rule = Rule {
         activation,
-        adapter: adapter
-            .as_ref()
-            .map(|adapter| LowRankRule { scale: adapter.scale, dropout: adapter.dropout }),
+        adapter: adapter.as_ref().map(|adapter| LowRankRule {
+            scale: adapter.scale,
+            dropout: adapter.dropout.as_ref().map(|mask| RunningForward::mask(mask, &input.dims())),
+        }),
         has_bias: bias.is_some(),
         gradient_dtype: *reduce_dtype,
     };
@@ -94,7 +95,7 @@ struct LowRankRule {
     /// Factor of the product of its factors.
     scale: f64,
     /// Mask of its input, if elements of it are dropped.
-    dropout: Option<MaskSource>,
+    dropout: Option<Mask>,
 }
 
 /// The parameters of a layer by name.

@@ -32,7 +32,7 @@ mod softmax;
 mod swiglu;
 mod two_results;
 
-pub(crate) use self::attention::{ContextRanks, attention_among, attention_tracked};
+pub(crate) use self::attention::{Arriving, ContextRanks, attention_among, attention_tracked};
 pub use self::codes::{decode, encode};
 pub use self::copies::{cast, pack, unpack};
 pub(crate) use self::cross_entropy::{
@@ -52,5 +52,8 @@ pub(crate) use self::softmax::softmax_tracked;
 pub(crate) use self::swiglu::swiglu_tracked;
 pub(crate) use fsdp_kernels::attention::KeyRanges;
 pub use fsdp_kernels::products::{allows_tf32, set_tf32};
-pub(crate) use fsdp_kernels::{AttentionRule, LossRule, NormalizationRule, RotaryRule, Segments};
+pub(crate) use fsdp_kernels::{
+    AttentionRule, LossRule, MaskPart, NormalizationRule, Places, RotaryRule, Segments,
+    WeightPlaces,
+};
 pub use fsdp_kernels::{MaskSource, Norm, Sums, computes};

@@ -4,7 +4,7 @@ use super::*;
 use crate::collectives::group::MeshGroups;
 use crate::layout::{ALIGNMENT, MatrixForm, Mesh, StorageType};
 
-/// Sums activations over tensor parallel ranks; gathers over context parallel ranks; and gives each of these its part
+/// Sums activations over tensor parallel ranks; gathers over context parallel ranks, and passes on; and gives each of these its part
 /// of a sum.
 pub(super) fn groups_of_a_mesh<B: Tested>(group: &AnyProcessGroup) {
     let world = Arc::new(group.split(0).unwrap());
@@ -16,7 +16,7 @@ pub(super) fn groups_of_a_mesh<B: Tested>(group: &AnyProcessGroup) {
     let groups = MeshGroups::new(&world, mesh).unwrap();
     assert_eq!(groups.tensor.is_some(), tensor > 1);
     assert_eq!(groups.context.is_some(), mesh.world.size() > 1);
-    for dtype in [DType::F32, DType::BF16] {
+    for dtype in DTYPES {
         for numel in [1, 100, 7919] {
             if let Some(tensor) = &groups.tensor {
                 sum::<B>(tensor, numel, dtype);
@@ -24,6 +24,7 @@ pub(super) fn groups_of_a_mesh<B: Tested>(group: &AnyProcessGroup) {
             }
             if let Some(context) = &groups.context {
                 gathered::<B>(context, numel, dtype);
+                rotated::<B>(context, numel, dtype);
                 sum_of_part::<B>(context, numel, dtype);
             }
         }
@@ -54,7 +55,22 @@ fn gathered<B: Tested>(group: &AnyProcessGroup, numel: usize, dtype: DType) {
     let all = on::<B>(group).all_gather_one(&op, &B::device(), Some(own)).unwrap();
     for (found, rank) in all.iter().zip(members(group)) {
         let expected = rounded(values(rank, 0..numel), dtype);
-        assert_eq!(elements::<B>(found.as_ref().unwrap()), expected);
+        let found = found.as_ref().unwrap();
+        assert_eq!((elements::<B>(found), found.dtype()), (expected, dtype));
+    }
+}
+
+/// Passes a tensor around the group, until each member has its own again.
+fn rotated<B: Tested>(group: &AnyProcessGroup, numel: usize, dtype: DType) {
+    let (members, at) = (members(group), index(group));
+    let mut tensor = tensor_as::<B>(values(members[at], 0..numel), dtype);
+    tensor = B::float_reshape(tensor, Shape::from([1, numel]));
+    let op = op("send_recv", "keys and values").of(numel);
+    for step in 1..=members.len() {
+        tensor = on::<B>(group).rotate(&op, &B::device(), tensor).unwrap();
+        let from = members[(at + members.len() - step % members.len()) % members.len()];
+        assert_eq!(elements::<B>(&tensor), rounded(values(from, 0..numel), dtype));
+        assert_eq!((tensor.shape(), tensor.dtype()), (Shape::from([1, numel]), dtype));
     }
 }
 

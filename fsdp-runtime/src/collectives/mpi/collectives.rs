@@ -3,38 +3,31 @@
 use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
-use burn::tensor::DType;
 
 use super::group::MpiGroup;
 use super::transfer::{Expected, Receive};
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::{Float, ShardBackend, cast, numel};
+use crate::backend::{Float, ShardBackend, numel};
 use crate::collectives::op::Op;
-use crate::collectives::process_group::{ProcessGroup, ReduceScatter};
-use crate::collectives::regions::{BroadcastRoot, MemberRegions, Reduction};
+use crate::collectives::process_group::{ProcessGroup, ReduceScatter, before};
+use crate::collectives::regions::{Announced, BroadcastRoot, MemberRegions, Reduction, announced};
 use crate::error::CollectiveError;
 
 impl MpiGroup {
     /// Sends `own` to all other members, and returns one flat tensor of each member, in rank order.
     /// With `to`, only the member at that position receives tensors, and the others get none.
     ///
-    /// `lens` are the lengths of the members' tensors in elements; `None` for a member without one.
+    /// `announced` is what the members have said of their tensors.
     fn exchange_tensors<B: ShardBackend>(
         &self,
         op: &Op,
         device: &B::Device,
-        (to, lens): (Option<usize>, Vec<Option<usize>>),
+        (to, announced): (Option<usize>, Vec<Announced>),
         own: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        // Regions of members have f32 elements, which hold those of half precision.
-        let half = own
-            .as_ref()
-            .map(TensorMetadata::dtype)
-            .filter(|it| [DType::BF16, DType::F16].contains(it));
-        let own = own.map(|own| if half.is_some() { cast::<B>(own, DType::F32) } else { own });
         let receives = to.is_none_or(|to| to == self.index);
         let has_region = |member| receives && member != self.index;
-        let regions = MemberRegions::<B>::new(device, lens, has_region);
+        let regions = MemberRegions::<B>::new(device, announced, has_region);
         let expected = |(from, range)| Expected { from, tag: 0, range };
         let expected: Vec<_> = regions.regions().map(expected).collect();
         let receive = Receive { buffer: &regions.buffer, device, expected: &expected };
@@ -47,14 +40,7 @@ impl MpiGroup {
                 }
             }
         })?;
-        let tensors = if receives { regions.into_tensors(self.index, own) } else { Vec::new() };
-        Ok(match half {
-            Some(dtype) => {
-                let narrow = |tensor: Option<_>| tensor.map(|tensor| cast::<B>(tensor, dtype));
-                tensors.into_iter().map(narrow).collect()
-            }
-            None => tensors,
-        })
+        Ok(if receives { regions.into_tensors(self.index, own) } else { Vec::new() })
     }
 }
 
@@ -90,9 +76,9 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         device: &B::Device,
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
-        let lens = lens.iter().map(|len| **len).collect();
-        self.exchange_tensors::<B>(op, device, (None, lens), shard)
+        let all = self.exchange(op, announced::<B>(shard.as_ref()))?;
+        let all = all.iter().map(|announced| **announced).collect();
+        self.exchange_tensors::<B>(op, device, (None, all), shard)
     }
 
     fn gather(
@@ -102,9 +88,9 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         to: usize,
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
-        let lens = lens.iter().map(|len| **len).collect();
-        self.exchange_tensors::<B>(op, device, (Some(to), lens), shard)
+        let all = self.exchange(op, announced::<B>(shard.as_ref()))?;
+        let all = all.iter().map(|announced| **announced).collect();
+        self.exchange_tensors::<B>(op, device, (Some(to), all), shard)
     }
 
     fn reduce_scatter(
@@ -131,10 +117,32 @@ impl<B: ShardBackend> ProcessGroup<B> for MpiGroup {
         device: &B::Device,
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
-        let shapes = self.exchange(op, tensor.as_ref().map(|tensor| tensor.shape().to_vec()))?;
-        let root = BroadcastRoot::find(&shapes);
-        let mut tensors = self.exchange_tensors::<B>(op, device, (None, root.lens), tensor)?;
+        let shape = |tensor: &Float<B>| (tensor.shape().to_vec(), tensor.dtype());
+        let root = BroadcastRoot::find(&self.exchange(op, tensor.as_ref().map(shape))?);
+        let mut tensors = self.exchange_tensors::<B>(op, device, (None, root.announced), tensor)?;
         let full = tensors.swap_remove(root.index);
         Ok(B::float_reshape(full.expect("the root passes the tensor"), root.shape))
+    }
+
+    fn rotate(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Float<B>,
+    ) -> Result<Float<B>, CollectiveError> {
+        self.rendezvous(op, Vec::new())?;
+        let (members, shape) = (self.members.len(), tensor.shape());
+        if members == 1 {
+            return Ok(tensor);
+        }
+        let from = before(self.index, members);
+        let buffer = Arc::new(GatherBuffer::<B>::new(device, numel::<B>(&tensor), tensor.dtype()));
+        let expected = [Expected { from, tag: 0, range: 0..buffer.numel() }];
+        let receive = Receive { buffer: &buffer, device, expected: &expected };
+        self.transfer(op, receive, B::host(tensor), |sent, transfers| {
+            // SAFETY: `transfer` keeps `sent`.
+            unsafe { self.send(transfers, (self.index + 1) % members, 0, sent) };
+        })?;
+        Ok(buffer.view(0, &shape))
     }
 }

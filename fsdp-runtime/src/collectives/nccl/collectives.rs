@@ -3,29 +3,28 @@
 use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
-use burn::tensor::DType;
 
 use super::group::NcclGroup;
 use crate::backend::gather_buffer::GatherBuffer;
-use crate::backend::{Float, ShardBackend, numel};
+use crate::backend::{Float, ShardBackend};
 use crate::collectives::op::Op;
-use crate::collectives::process_group::{ProcessGroup, ReduceScatter};
-use crate::collectives::regions::{BroadcastRoot, MemberRegions, Reduction};
+use crate::collectives::process_group::{ProcessGroup, ReduceScatter, before};
+use crate::collectives::regions::{Announced, BroadcastRoot, MemberRegions, Reduction, announced};
 use crate::error::CollectiveError;
 
 impl NcclGroup {
     /// Broadcasts the tensor of each member that has one, and returns one flat tensor of each
     /// member, in rank order. `own` is the calling rank's tensor.
     ///
-    /// `lens` are the lengths of the members' tensors in elements; `None` for a member without one.
+    /// `announced` is what the members have said of their tensors.
     fn broadcast_each<B: ShardBackend>(
         &self,
         op: &Op,
         device: &B::Device,
-        lens: Vec<Option<usize>>,
+        announced: Vec<Announced>,
         own: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let regions = MemberRegions::<B>::new(device, lens, |_| true);
+        let regions = MemberRegions::<B>::new(device, announced, |_| true);
         if let Some(own) = &own {
             regions.buffer.write(regions.region(self.host.index()).start, own.clone());
         }
@@ -34,7 +33,7 @@ impl NcclGroup {
             unsafe {
                 self.run::<B>(op, device, &regions.buffer, |collectives, start| {
                     for (member, region) in regions.regions() {
-                        let at = start + (region.start * DType::F32.size()) as u64;
+                        let at = start + regions.byte(&region);
                         collectives.broadcast(at, region.len(), member)?;
                     }
                     Ok(())
@@ -76,8 +75,8 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         device: &B::Device,
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
-        self.broadcast_each::<B>(op, device, lens.iter().map(|len| **len).collect(), shard)
+        let all = self.exchange(op, announced::<B>(shard.as_ref()))?;
+        self.broadcast_each::<B>(op, device, all.iter().map(|it| **it).collect(), shard)
     }
 
     fn gather(
@@ -87,12 +86,12 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         to: usize,
         shard: Option<Float<B>>,
     ) -> Result<Vec<Option<Float<B>>>, CollectiveError> {
-        let lens = self.exchange(op, shard.as_ref().map(numel::<B>))?;
+        let all = self.exchange(op, announced::<B>(shard.as_ref()))?;
         let (own, receives) = (self.host.index(), self.host.index() == to);
         // The receiver needs regions for the others' shards; a sender needs one for its own shard.
         let has_region = |member: usize| if receives { member != own } else { member == own };
-        let lens = lens.iter().map(|len| **len).collect();
-        let regions = MemberRegions::<B>::new(device, lens, has_region);
+        let all = all.iter().map(|announced| **announced);
+        let regions = MemberRegions::<B>::new(device, all, has_region);
         if let Some(shard) = shard.as_ref().filter(|_| !receives) {
             regions.buffer.write(regions.region(own).start, shard.clone());
         }
@@ -101,7 +100,7 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
             unsafe {
                 self.run::<B>(op, device, &regions.buffer, |collectives, start| {
                     for (member, region) in regions.regions() {
-                        let at = start + (region.start * DType::F32.size()) as u64;
+                        let at = start + regions.byte(&region);
                         match receives {
                             true => collectives.receive(at, region.len(), member)?,
                             false => collectives.send(at, region.len(), to)?,
@@ -134,11 +133,40 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         device: &B::Device,
         tensor: Option<Float<B>>,
     ) -> Result<Float<B>, CollectiveError> {
-        let shapes = self.exchange(op, tensor.as_ref().map(|tensor| tensor.shape().to_vec()))?;
-        let root = BroadcastRoot::find(&shapes);
-        let mut tensors = self.broadcast_each::<B>(op, device, root.lens, tensor)?;
+        let shape = |tensor: &Float<B>| (tensor.shape().to_vec(), tensor.dtype());
+        let root = BroadcastRoot::find(&self.exchange(op, tensor.as_ref().map(shape))?);
+        let mut tensors = self.broadcast_each::<B>(op, device, root.announced, tensor)?;
         self.finish()?;
         let full = tensors.swap_remove(root.index);
         Ok(B::float_reshape(full.expect("the root passes the tensor"), root.shape))
+    }
+
+    fn rotate(
+        &self,
+        op: &Op,
+        device: &B::Device,
+        tensor: Float<B>,
+    ) -> Result<Float<B>, CollectiveError> {
+        self.exchange(op, ())?;
+        let (own, members, shape) = (self.host.index(), self.size(), tensor.shape());
+        if members == 1 || shape.num_elements() == 0 {
+            return Ok(tensor);
+        }
+        let (from, to) = (before(own, members), (own + 1) % members);
+        let of_tensor = announced::<B>(Some(&tensor));
+        let all = (0..members).map(|at| of_tensor.filter(|_| at == own || at == from));
+        let regions = MemberRegions::<B>::new(device, all, |_| true);
+        let (sent, received) = (regions.region(own), regions.region(from));
+        regions.buffer.write(sent.start, tensor.clone());
+        // SAFETY: both regions lie within the buffer, which only this function uses.
+        unsafe {
+            self.run::<B>(op, device, &regions.buffer, |collectives, start| {
+                collectives.send(start + regions.byte(&sent), sent.len(), to)?;
+                collectives.receive(start + regions.byte(&received), received.len(), from)
+            })
+        }?;
+        let mut tensors = regions.into_tensors(own, Some(tensor));
+        let received = tensors.swap_remove(from).expect("the member before sends a tensor");
+        Ok(B::float_reshape(received, shape))
     }
 }

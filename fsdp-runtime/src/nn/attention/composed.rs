@@ -2,7 +2,8 @@
 
 use burn::tensor::{Bool, Tensor, TensorData};
 
-use crate::backend::ops::{AttentionRule, KeyRanges, dropout_tracked};
+use crate::backend::ops::{AttentionRule, KeyRanges, MaskPart, Places, dropout_tracked};
+use crate::module::Mask;
 
 /// Computes attention with Burn's operations, and the whole matrix of scores.
 pub(super) fn composed(
@@ -34,7 +35,12 @@ pub(super) fn composed(
     let sum = weights.clone().sum_dim(3).clamp_min(range.min_positive);
     let weights = weights / sum;
     let weights = match &rule.dropout {
-        Some(source) => dropout_tracked::<4>(source, weights),
+        Some(source) => {
+            let part = rule.places.as_ref().map(|places| {
+                MaskPart::new([Places::all(batch), places.heads, places.queries, places.keys])
+            });
+            dropout_tracked::<4>(&Mask { source: *source, part }, weights)
+        }
         None => weights,
     };
     let weights = weights.reshape([batch, key_heads, rows, keys]);

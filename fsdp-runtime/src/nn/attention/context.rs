@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use crate::backend::ops::{AttentionRule, KeyRanges, Segments};
+use crate::backend::ops::{AttentionRule, KeyRanges, Places, Segments, WeightPlaces};
 use crate::error::raise;
 use crate::layout::ContextPart;
 use crate::module::{RunningForward, Runtime};
@@ -61,6 +61,10 @@ impl Context {
             let of_row = |row: usize| queries.indices().map(move |query| of_query(row, query));
             Segments::of_ranges((0..batch).flat_map(of_row).collect(), queries.len())
         });
-        AttentionRule { causal: false, window: None, segments, ..rule.clone() }
+        let places = rule.places.map(|places| WeightPlaces {
+            queries: Places::blocks(self.queries.length(), self.queries.blocks()),
+            ..places
+        });
+        AttentionRule { causal: false, window: None, segments, places, ..rule.clone() }
     }
 }

@@ -9,7 +9,8 @@ use burn::tensor::{DType, Tensor};
 use self::composed::composed;
 use self::context::Context;
 pub use self::options::AttentionOptions;
-use crate::backend::ops::{AttentionRule, attention_tracked};
+use crate::backend::ops::{AttentionRule, WeightPlaces, attention_tracked};
+use crate::module::RunningForward;
 
 /// Returns the bytes that [`attention`] keeps for backward, if a tensor is tracked and there is no padding
 /// mask: query, key, value, output, and a number for each query. For
@@ -54,8 +55,10 @@ pub fn attention_bytes(query: [usize; 4], value: [usize; 4], dtype: DType) -> us
 ///
 /// In a model with [context parallel](crate::FsdpOptions::with_context_parallel) ranks, query, key and value are
 /// this rank's [part](crate::ContextPart) of each row. The ranks exchange keys and values, and each computes the
-/// outputs of its own queries. Only this rank's part is kept for backward, which gathers keys and values again
+/// outputs of its own queries. Only this rank's part is kept for backward, which gets keys and values again
 /// and adds up their gradients. Segments and the padding mask are those of whole rows.
+/// [`ContextExchange`](crate::options::ContextExchange) says whether keys and values of whole rows exist at a time, or those
+/// of two ranks.
 ///
 /// # Shapes
 ///
@@ -107,12 +110,18 @@ pub fn attention(
     check_shapes([&query, &key, &value], lengths, &options);
     let width = query.dims()[3];
     let device = query.device();
+    let mask = options.dropout.and_then(|dropout| dropout.next_mask(&device));
+    let places = mask.as_ref().map(|mask| WeightPlaces {
+        heads: RunningForward::heads(mask, query.dims()[1]),
+        ..WeightPlaces::all(0, lengths)
+    });
     let rule = AttentionRule {
         causal: options.causal,
         window: options.window,
         segments: options.segments,
         scale: options.scale.unwrap_or_else(|| 1.0 / (width as f64).sqrt()),
-        dropout: options.dropout.and_then(|dropout| dropout.mask_source(&device)),
+        dropout: mask.map(|mask| mask.source()),
+        places: places.filter(|places| context.is_some() || !places.heads.is_all()),
     };
     let bias = options.padding.map(|mask| {
         let zeros = Tensor::<2>::zeros(mask.dims(), (&device, query.dtype()));

@@ -99,6 +99,9 @@ impl Config {
         if let Some(ranks) = fsdp.context {
             options = options.with_context_parallel(ranks);
         }
+        if let Some(exchange) = fsdp.context_exchange {
+            options = options.with_context_exchange(exchange);
+        }
         if let Some(ranks) = self.shard_size() {
             options = options.with_shard_size(ranks);
         }

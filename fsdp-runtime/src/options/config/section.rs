@@ -5,7 +5,7 @@
 
 use super::values::{AutoWrapPolicy, Named, StateDictType, boolean};
 use crate::options::table::option_rows;
-use crate::options::{BackwardPrefetch, FsdpOptions, ShardingStrategy};
+use crate::options::{BackwardPrefetch, ContextExchange, FsdpOptions, ShardingStrategy};
 
 /// A field that has the values of its option; `None` if the file does not have the key.
 pub(super) trait PlainField {
@@ -98,6 +98,8 @@ macro_rules! fsdp_section {
             pub tensor: Option<usize>,
             /// `parallelism_config_cp_size`: number of context parallel ranks.
             pub context: Option<usize>,
+            /// `parallelism_config_cp_comm_strategy`: how context parallel ranks exchange keys and values.
+            pub context_exchange: Option<ContextExchange>,
         }
 
         impl FsdpSection {

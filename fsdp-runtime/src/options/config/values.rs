@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn::tensor::FloatDType;
 
-use crate::options::{BackwardPrefetch, ShardingStrategy};
+use crate::options::{BackwardPrefetch, ContextExchange, ShardingStrategy};
 
 /// An enumeration whose values have names in the file. Some keys also take a number, counted from
 /// 1.
@@ -50,6 +50,11 @@ impl Named for ShardingStrategy {
 impl Named for BackwardPrefetch {
     const VALUES: &'static [Self] = &[Self::Pre, Self::Post, Self::None];
     const NAMES: &'static [&'static str] = &["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"];
+}
+
+impl Named for ContextExchange {
+    const VALUES: &'static [Self] = &[Self::Gather, Self::Ring];
+    const NAMES: &'static [&'static str] = &["allgather", "alltoall"];
 }
 
 macro_rules! named {

@@ -2,7 +2,7 @@
 
 use super::section::FsdpSection;
 use super::types::Config;
-use super::values::FSDP;
+use super::values::{FSDP, Named};
 
 /// Text of `key: value` lines.
 struct Lines {
@@ -59,8 +59,10 @@ pub(super) fn to_yaml(config: &Config) -> String {
         ("parallelism_config_dp_shard_size", fsdp.shard),
         ("parallelism_config_tp_size", fsdp.tensor),
     ];
-    if sizes.iter().any(|(_, size)| size.is_some()) {
+    let exchange = fsdp.context_exchange.map(Named::name_in_file);
+    if sizes.iter().any(|(_, size)| size.is_some()) || exchange.is_some() {
         lines.put_section("parallelism_config", |lines| {
+            lines.put_some("parallelism_config_cp_comm_strategy", exchange);
             sizes.into_iter().for_each(|(key, size)| lines.put_some(key, size));
         });
     }

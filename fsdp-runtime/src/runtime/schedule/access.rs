@@ -147,11 +147,19 @@ impl<B: ModelBackend> ScheduleState for Schedule<B> {
 }
 
 impl<B: ModelBackend> Schedule<B> {
-    /// Returns the rounding of this rank's part of a parameter after the present step.
+    /// Returns the rounding of this rank's part of a parameter after the present step. An element has the random
+    /// bits that it has in the whole parameter.
     pub(super) fn rounding(&self, index: ParamIndex) -> RandomRounding {
         let (_, spec) = self.param(index);
         let (key, counter) = self.random.rounding(&spec.path);
-        RandomRounding { key, counter, first: spec.range().start }
+        let first = spec.range().start;
+        let (first, part) = match spec.split {
+            // The elements of a part of the rows are neighbours in the parameter.
+            Some(split) if split.dim == 0 => (split.part * spec.numel() + first, None),
+            Some(split) => (first, Some(split.of_rows(&spec.shape))),
+            None => (first, None),
+        };
+        RandomRounding { key, counter, first, part }
     }
 
     /// Marks `params`, and no others, as not loaded yet. Their use is an error until they are

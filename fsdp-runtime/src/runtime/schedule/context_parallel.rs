@@ -5,18 +5,19 @@ use std::sync::atomic::Ordering;
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::DispatchTensor;
+use burn::tensor::{DispatchTensor, Shape};
 use fsdp_kernels::AttentionRule;
 
 use super::core::Schedule;
 use super::counters::count;
 use super::sum_of_part::{flattened, narrowed};
-use crate::backend::ops::{ContextRanks, attention_among};
+use crate::backend::ops::{Arriving, ContextRanks, attention_among};
 use crate::backend::{Float, ModelBackend, Raw, RawFloat, ShardBackend};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
 use crate::error::{Error, ScheduleError, ShardError};
 use crate::layout::{ContextPart, WorldSize};
+use crate::options::ContextExchange;
 
 /// Dimension of the length in queries, keys and values.
 const LENGTH: usize = 2;
@@ -48,6 +49,26 @@ impl<B: ModelBackend> Schedule<B> {
         group.expect("attention knows of context parallel ranks where there are some")
     }
 
+    /// Returns flat buffers of tensors, joined, and a function that takes tensors of their shapes out of such a buffer.
+    fn packed(
+        &self,
+        tensors: Vec<Float<B>>,
+    ) -> (RawFloat<B>, impl Fn(&RawFloat<B>) -> Vec<RawFloat<B>> + use<B>) {
+        let shapes: Vec<_> = tensors.iter().map(TensorMetadata::shape).collect();
+        let flat = self.lower_values(tensors).into_iter().map(flattened::<Raw<B>>);
+        let flat = Raw::<B>::float_cat(flat.collect(), 0);
+        let unpacked = move |flat: &RawFloat<B>| {
+            let mut start = 0;
+            let tensor = |shape: &Shape| {
+                let range = start..start + shape.num_elements();
+                start = range.end;
+                Raw::<B>::float_reshape(narrowed::<Raw<B>>(flat, 0, range), shape.clone())
+            };
+            shapes.iter().map(tensor).collect()
+        };
+        (flat, unpacked)
+    }
+
     fn context_size(&self) -> WorldSize {
         self.settings.mesh.context_size()
     }
@@ -60,29 +81,44 @@ impl<B: ModelBackend> Schedule<B> {
 }
 
 impl<B: ModelBackend> ContextRanks<B> for Schedule<B> {
+    fn ring(&self, keys: usize) -> Result<Option<ContextPart>, Error> {
+        match self.settings.context_exchange {
+            ContextExchange::Gather => Ok(None),
+            ContextExchange::Ring => {
+                let own = self.settings.mesh.context_rank().index();
+                self.context_part(keys * self.context_size().size(), own).map(Some)
+            }
+        }
+    }
+
+    fn pass_on(&self, tensors: Vec<Float<B>>) -> Result<Arriving<B>, Error> {
+        count(&self.counters.context_exchanges);
+        let (flat, unpacked) = self.packed(tensors);
+        let op = Op::new("send_recv", "keys and values").of(flat.shape().num_elements());
+        let device = self.device.clone();
+        let work = self.issue(self.context_group(), move |group| {
+            ProcessGroup::<Raw<B>>::rotate(group, &op, &device, flat)
+        });
+        Ok(Box::new(move || Ok(unpacked(&work.wait()?).into_iter().map(B::raise).collect())))
+    }
+
     fn join(&self, parts: [Float<B>; 2]) -> Result<[Float<B>; 2], Error> {
         count(&self.counters.context_exchanges);
-        let shapes = parts.each_ref().map(TensorMetadata::shape);
-        let flat = self.lower_values(parts.into()).into_iter().map(flattened::<Raw<B>>);
-        let flat = Raw::<B>::float_cat(flat.collect(), 0);
+        let (flat, unpacked) = self.packed(parts.into());
         let op = Op::new("all_gather", "keys and values").of(flat.shape().num_elements());
         let device = self.device.clone();
         let all = self.issue(self.context_group(), move |group| {
             ProcessGroup::<Raw<B>>::all_gather_one(group, &op, &device, Some(flat))
         });
-        let all: Vec<_> = all.wait()?.into_iter().flatten().collect();
-        let mut start = 0;
-        let mut whole = Vec::new();
-        for shape in shapes {
-            let range = start..start + shape.num_elements();
-            start = range.end;
-            let part = |flat: &RawFloat<B>| {
-                let part = narrowed::<Raw<B>>(flat, 0, range.clone());
-                Raw::<B>::float_reshape(part, shape.clone())
-            };
-            whole.push(B::raise(in_order::<Raw<B>>(&all.iter().map(part).collect::<Vec<_>>())));
+        let all = all.wait()?;
+        let mut keys = Vec::new();
+        let mut values = Vec::new();
+        for part in all.iter().flatten().map(unpacked) {
+            let [key, value] = <[_; 2]>::try_from(part).expect("two tensors were joined");
+            keys.push(key);
+            values.push(value);
         }
-        Ok(<[_; 2]>::try_from(whole).expect("two tensors were joined"))
+        Ok([keys, values].map(|parts| B::raise(in_order::<Raw<B>>(&parts))))
     }
 
     fn sum_parts(&self, whole: [Float<B>; 2]) -> Result<[Float<B>; 2], Error> {

@@ -7,7 +7,7 @@ use super::decide::Timing;
 use crate::backend::StorageDevice;
 use crate::collectives::group::{AnyProcessGroup, MeshGroups};
 use crate::layout::Mesh;
-use crate::options::ShardingStrategy;
+use crate::options::{ContextExchange, ShardingStrategy};
 use crate::param_group::TableDtypes;
 
 /// Settings of a schedule, made from the options of `fully_shard` when a model is sharded.
@@ -22,6 +22,8 @@ pub(crate) struct Settings {
     /// Process groups of the ranks that keep parts of gathered parameters for each other, by their
     /// size: those that `ReshardAfterForward::To` of some unit needs.
     pub(crate) blocks: BTreeMap<usize, Arc<AnyProcessGroup>>,
+    /// How context parallel ranks exchange keys and values.
+    pub(crate) context_exchange: ContextExchange,
     /// When collectives are issued.
     pub(crate) timing: Timing,
     /// Number by which sums of gradients are divided, if it is not the number of ranks.

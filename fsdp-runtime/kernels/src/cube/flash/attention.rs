@@ -10,7 +10,7 @@ use super::dropout::{self, Mask};
 use super::fragments::CHUNK;
 use super::plan::{Pass, Plan, Setting, plan};
 use super::shape::{AttentionShapeLaunch, StridesLaunch};
-use crate::attention::{AttentionRule, AttentionTensors, KeyRanges};
+use crate::attention::{AttentionRule, AttentionTensors, KeyRanges, WeightPlaces};
 use crate::cube::buffer_slice::BufferSlice;
 use crate::cube::tensors::contiguous;
 
@@ -45,7 +45,10 @@ impl<'a> Attention<'a> {
             && keys <= most_x as usize
             && heads <= most_y as usize
             && batch <= most_z as usize;
-        let has_place = rule.dropout.is_none() || dropout::fits(batch * heads * queries, keys);
+        // A mask has the bits of whole batches of keys, which a part of the keys has not.
+        let has_all_keys = rule.places.as_ref().is_none_or(|places| places.keys.is_all());
+        let has_place = has_all_keys && dropout::fits(batch * heads * queries, keys);
+        let has_place = rule.dropout.is_none() || has_place;
         let is_taken = width == value_width && rule.scale >= LEAST_SCALE && has_place;
         if !fits || !is_taken {
             return None;
@@ -119,8 +122,9 @@ impl<'a> Attention<'a> {
 
     /// Returns the dropout mask, if the rule has dropout.
     pub(super) fn mask(&self) -> Option<Mask> {
-        let (heads, lengths) = (self.batch * self.heads, [self.queries(), self.keys()]);
-        self.rule.dropout.map(|source| Mask::new(&self.client, heads, lengths, &source))
+        let all = WeightPlaces::all(self.heads, [self.queries(), self.keys()]);
+        let places = self.rule.places.as_ref().unwrap_or(&all);
+        self.rule.dropout.map(|source| Mask::new(&self.client, self.batch, places, &source))
     }
 
     /// Returns the keys that each query of each row of the batch sees, if there are segments: the first key, and

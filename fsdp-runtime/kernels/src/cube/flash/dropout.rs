@@ -1,6 +1,6 @@
 //! Dropout of attention weights. A kernel writes one bit for each score, which the others read.
 //!
-//! The bits are those of the masks that blocks of queries have elsewhere: see `MASK_ROWS` and the header of
+//! The bits are those of the masks that blocks of queries have elsewhere: see `attention::MASK_ROWS` and the header of
 //! `mask.rs`.
 
 use cubecl::client::Client;
@@ -11,7 +11,7 @@ use super::fragments::{CHUNK, Pair, sum_column, sum_row};
 use super::plan::Plan;
 use super::scores::Sums;
 use super::shape::AttentionShape;
-use crate::attention::MASK_ROWS;
+use crate::attention::{MaskRow, WeightPlaces};
 use crate::cube::philox::random_blocks;
 use crate::cube::span::grid;
 use crate::mask::{BATCH, LOW_BYTES, MaskSource, SIGN};
@@ -39,34 +39,47 @@ pub(super) struct Mask {
 }
 
 impl Mask {
-    /// Returns the mask of the scores of all heads of all rows of a batch, each `[queries, keys]`.
+    /// Returns the mask of the scores of all heads of `batch` rows, each `[queries, keys]`. The places have all
+    /// keys.
     pub(super) fn new(
         client: &Client,
-        heads: usize,
-        [queries, keys]: [usize; 2],
+        batch: usize,
+        places: &WeightPlaces,
         source: &MaskSource,
     ) -> Self {
-        let rows = heads * queries;
+        let WeightPlaces { heads, queries, keys } = places;
+        let (rows, keys) = (batch * heads.len() * queries.len(), keys.len());
         let words = rows * row_words(keys);
         let mask = Self { handle: client.empty(words * size_of::<u32>()), words };
-        let blocks = 0..queries.div_ceil(MASK_ROWS);
-        let sources: Vec<u32> = blocks.flat_map(|block| source.of_block(block).key).collect();
+        let of_query = |query| {
+            let MaskRow { source, row, of_block } = places.row(*source, query);
+            [source.key[0], source.key[1], row as u32, of_block as u32]
+        };
+        let of_queries: Vec<u32> = (0..queries.len()).flat_map(of_query).collect();
+        let of_heads: Vec<u32> = (0..heads.len()).map(|head| heads.at(head) as u32).collect();
         let batches = keys.div_ceil(BATCH);
         let threads = rows * batches;
         let (count, dim) = grid(client, threads);
-        let handle = client.create_from_slice(bytemuck::cast_slice(&sources));
-        // SAFETY: the kernel writes a batch of each row, for which the mask has `BATCH` bits, and reads the two words
-        // of each row's block.
+        let table = |numbers: &[u32]| {
+            let handle = client.create_from_slice(bytemuck::cast_slice(numbers));
+            // SAFETY: the buffer was made of as many numbers.
+            unsafe { BufferArg::from_raw_parts(handle, numbers.len()) }
+        };
+        // SAFETY: the kernel writes a batch of each row, for which the mask has `BATCH` bits, and reads the four words
+        // of each query and the one of each head.
         unsafe {
             flash_mask_kernel::launch_unchecked(
                 client,
                 count,
                 dim,
                 mask.argument(),
-                BufferArg::from_raw_parts(handle, sources.len()),
+                table(&of_queries),
+                table(&of_heads),
                 threads,
                 batches,
-                queries,
+                queries.len(),
+                heads.len(),
+                heads.whole(),
                 source.counter[0],
                 source.counter[1],
                 u32::from(source.threshold()),
@@ -86,10 +99,13 @@ impl Mask {
 #[cube(launch_unchecked)]
 fn flash_mask_kernel(
     target: &mut [u32],
-    sources: &[u32],
+    of_queries: &[u32],
+    of_heads: &[u32],
     threads: usize,
     batches: usize,
     queries: usize,
+    heads: usize,
+    all_heads: usize,
     place_0: u32,
     place_1: u32,
     threshold: u32,
@@ -98,12 +114,11 @@ fn flash_mask_kernel(
     if thread < threads {
         let row = thread / batches;
         let (head, query) = (row / queries, row % queries);
-        let block = query / comptime!(MASK_ROWS);
-        // The last block may have fewer queries.
-        let start = block * comptime!(MASK_ROWS);
-        let of_block = min(queries - start, comptime!(MASK_ROWS).runtime());
-        let batch = (head * of_block + query - start) * batches + thread % batches;
-        let (key_0, key_1) = (sources[2 * block], sources[2 * block + 1]);
+        let head = head / heads * all_heads + of_heads[head % heads] as usize;
+        // Of its block of queries, the key of the generator, the index of the query, and the number of queries.
+        let (key_0, key_1) = (of_queries[4 * query], of_queries[4 * query + 1]);
+        let (at, of_block) = (of_queries[4 * query + 2], of_queries[4 * query + 3]);
+        let batch = (head * of_block as usize + at as usize) * batches + thread % batches;
 
         let mut bits = Array::<u32>::new(8usize);
         #[unroll]

@@ -8,6 +8,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use super::attention::Attention;
 use super::plan::Setting;
 use crate::attention::{AttentionRule, AttentionTensors, Segments, composed};
+use crate::contract::dropout_kernels;
 use crate::tensor::Float;
 use crate::{Kernels, MaskSource, cast, to_data};
 
@@ -79,9 +80,9 @@ impl Case {
         let flex = Default::default();
         let tensors = self.tensors::<Flex>(&flex, DType::F32);
         let grad = self.grad::<Flex>(&flex, DType::F32);
-        let expected = composed::forward::<Flex>(&tensors, &self.rule, Flex::dropout);
+        let expected = composed::forward::<Flex>(&tensors, &self.rule, dropout_kernels());
         let expected_grads =
-            composed::backward::<Flex>(&tensors, &expected, &grad, &self.rule, Flex::dropout);
+            composed::backward::<Flex>(&tensors, &expected, &grad, &self.rule, dropout_kernels());
         let names = ["output", "statistics", "query", "key", "value"];
         let found = results.into_iter().chain(grads);
         let expected = expected.into_iter().chain(expected_grads);

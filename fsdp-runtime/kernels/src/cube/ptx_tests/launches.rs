@@ -24,9 +24,9 @@ use crate::cube::decode::decode_into;
 use crate::ignore_poison::IgnorePoison;
 use crate::norm::Norm;
 use crate::{
-    AttentionRule, AttentionTensors, Kernels, LinearActivation, LossRule, MaskSource,
-    NormalizationGrads, NormalizationRule, NormalizationTensors, RandomRounding, RankMean,
-    RotaryRule, RotaryTensors,
+    AttentionRule, AttentionTensors, Kernels, LinearActivation, LossRule, MaskPart, MaskSource,
+    NormalizationGrads, NormalizationRule, NormalizationTensors, Places, RandomRounding, RankMean,
+    RotaryRule, RotaryTensors, RoundedPart,
 };
 
 /// Number of elements of a tensor: enough for the largest cubes of threads, and no multiple of a
@@ -209,14 +209,24 @@ impl Gpu {
             let tensor = self.tensor_at(offset, NUMEL, dtype);
             self.launch("dropout_kernel", &[], || CubeBackend::dropout(tensor, &source));
         }
+        let columns = Places::blocks(100, [20..40, 60..80]);
+        let part = MaskPart::new([Places::all(2), Places::all(1), columns, Places::all(3)]);
+        let tensor = self.tensor_at(0, part.numel(), dtype);
+        let launch = || CubeBackend::dropout_part(tensor, &source, &part);
+        self.launch("dropout_part_kernel", &[], launch);
     }
 
     fn roundings(&self) {
-        let rounding = RandomRounding { key: [1, 2], counter: [3, 4], first: 0 };
+        let rounding = RandomRounding { key: [1, 2], counter: [3, 4], first: 0, part: None };
         for offset in OFFSETS {
             let tensor = self.tensor_at(offset, NUMEL, DType::F32);
             self.launch("round_kernel", &[], || CubeBackend::round_at_random(tensor, &rounding));
         }
+        let part = Some(RoundedPart { len: 3, parts: 2, part: 1 });
+        let rounding = RandomRounding { part, ..rounding };
+        let tensor = self.tensor_at(0, NUMEL, DType::F32);
+        let launch = || CubeBackend::round_at_random(tensor, &rounding);
+        self.launch("round_part_kernel", &[], launch);
     }
 
     fn gelus(&self, dtype: DType) {
@@ -371,7 +381,8 @@ impl Gpu {
                 let dropout = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 };
                 let dropout = is_masked.then_some(dropout);
                 let segments = Segments::new(&vec![0; keys], keys).ok().filter(|_| is_packed);
-                let rule = AttentionRule { causal, window, segments, scale: 0.1, dropout };
+                let rule =
+                    AttentionRule { causal, window, segments, scale: 0.1, dropout, places: None };
                 let bias = is_masked.then(|| matrix(1));
                 // Packed rows have as many queries as keys.
                 let all_queries = if is_packed { keys } else { 5 };
@@ -388,7 +399,7 @@ impl Gpu {
                     RowKernels.weights(rows(dtype), &block)
                 });
                 self.launch("attention_slopes_kernel", &others, || {
-                    RowKernels.slopes([rows(dtype), rows(dtype)], &statistics, &block)
+                    RowKernels.slopes([rows(dtype), rows(dtype)], [&statistics; 2], &block)
                 });
             }
         });
@@ -440,7 +451,8 @@ impl Gpu {
                 (true, Some(3), segments, true, None),
                 (false, None, None, true, dropout),
             ] {
-                let rule = AttentionRule { causal, window, segments, scale: 0.1, dropout };
+                let rule =
+                    AttentionRule { causal, window, segments, scale: 0.1, dropout, places: None };
                 let bias = || {
                     burn_cubecl::ops::reshape(self.tensor(length, dtype), Shape::from([1, length]))
                 };

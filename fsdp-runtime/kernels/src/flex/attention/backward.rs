@@ -11,7 +11,6 @@ use super::forward::{drop_weights, split_hidden};
 use super::heads::{Heads, Sums};
 use super::problem::{Head, KEYS, Problem, QUERIES, STRIDE, Tile};
 use super::{Buffer, exp_or_zero};
-use crate::flex::dropout;
 use crate::flex::float::KernelFloat;
 use crate::flex::product::Threads::One;
 use crate::flex::product::{Matrix, multiply};
@@ -245,10 +244,10 @@ impl TileBuffers {
         weigh(weights, visible, shape[1], tile.bias(), rows.statistics);
         let slopes = &mut self.slopes.0[column..];
         multiply(One, (slopes, STRIDE), false, 1.0, [rows.grad, value.transposed()]);
-        if let Some((mask, number)) = tile.mask() {
+        if let Some(mask) = tile.mask() {
             for query in 0..shape[0] {
                 let row = &mut self.slopes.0[query * STRIDE..][..column + shape[1]];
-                dropout::dropout_in_place(row, &mask, number(query));
+                mask.apply_in_place(query, row);
             }
         }
         let slopes = &mut self.slopes.0[column..];

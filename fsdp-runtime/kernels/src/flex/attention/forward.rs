@@ -9,7 +9,6 @@ use rayon::prelude::*;
 use super::heads::Sums;
 use super::problem::{Head, Problem, QUERIES, STRIDE, Tile};
 use super::{Buffer, exp_or_zero};
-use crate::flex::dropout;
 use crate::flex::float::KernelFloat;
 use crate::flex::product::Threads::One;
 use crate::flex::product::{Matrix, multiply};
@@ -97,10 +96,10 @@ pub(super) fn drop_weights<'a, E: KernelFloat>(
     dropped: &'a mut [f32],
 ) -> &'a [f32] {
     let column = tile.column();
-    let Some((mask, number)) = tile.mask() else { return &weights[column..] };
+    let Some(mask) = tile.mask() else { return &weights[column..] };
     for query in 0..tile.queries.len() {
         let row = query * STRIDE..query * STRIDE + column + tile.keys.len();
-        dropout::dropout_over(&weights[row.clone()], &mut dropped[row], &mask, number(query));
+        mask.apply(query, &weights[row.clone()], &mut dropped[row]);
     }
     &dropped[column..]
 }
@@ -161,13 +160,14 @@ fn weigh(
 }
 
 /// Divides the rows of `output` by the sums of their weights, and writes the logarithms of the sums of
-/// the scores' exponentials. A row without keys stays 0, with statistic 0.
+/// the scores' exponentials. A row without keys stays 0, with the least statistic.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2"))]
 fn finish(rows: &Rows, output: &mut [f32], statistics: &mut [f32]) {
     let width = output.len() / statistics.len();
     for (row, statistic) in statistics.iter_mut().enumerate() {
         let sum = rows.sums[row];
         if sum == 0.0 {
+            *statistic = f32::MIN;
             continue;
         }
         let scale = 1.0 / sum;

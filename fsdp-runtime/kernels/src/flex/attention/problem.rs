@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::heads::{Heads, Rows};
 use crate::attention::{AttentionRule, KeyRanges, MASK_ROWS};
+use crate::flex::dropout;
 use crate::flex::float::KernelFloat;
 use crate::mask::{BATCH, MaskSource};
 
@@ -158,14 +159,50 @@ impl<'a, E: KernelFloat> Tile<'a, E> {
         visible
     }
 
-    /// Returns the source of the tile's dropout mask, and for each query the number of the mask's
-    /// element that belongs to column 0 of a buffer.
-    pub(super) fn mask(&self) -> Option<(MaskSource, impl Fn(usize) -> usize + use<E>)> {
-        let dropout = self.head.ranges.rule().dropout?;
-        let source = dropout.of_block(self.queries.start / MASK_ROWS);
-        let row = self.head.sizes.keys.next_multiple_of(BATCH);
-        let first = self.head.number * self.queries.len();
-        let start = self.keys.start - self.column();
-        Some((source, move |query| (first + query) * row + start))
+    /// Returns the tile's dropout mask, if the rule has dropout.
+    pub(super) fn mask(&self) -> Option<TileMask<'_, 'a, E>> {
+        let source = self.head.ranges.rule().dropout?;
+        Some(TileMask { tile: self, source })
+    }
+}
+
+/// The dropout mask of a tile.
+pub(super) struct TileMask<'t, 'a, E> {
+    tile: &'t Tile<'a, E>,
+    source: MaskSource,
+}
+
+impl<E: KernelFloat> TileMask<'_, '_, E> {
+    /// Applies the mask to the row of a query of the tile: to the elements of a buffer from column 0 on, up to that of
+    /// the last key.
+    pub(super) fn apply(&self, query: usize, source: &[f32], target: &mut [f32]) {
+        let Tile { head, queries, keys } = self.tile;
+        let Some(places) = &head.ranges.rule().places else {
+            let row = head.sizes.keys.next_multiple_of(BATCH);
+            let first = head.number * queries.len() + query;
+            let number = first * row + keys.start - self.tile.column();
+            let source_of_block = self.source.of_block(queries.start / MASK_ROWS);
+            dropout::dropout_over(source, target, &source_of_block, number);
+            return;
+        };
+        target.copy_from_slice(source);
+        let mask = places.row(self.source, queries.start + query);
+        let heads = places.heads.whole();
+        let of_batch = head.number / head.sizes.heads * heads;
+        let number = of_batch + places.heads.at(head.number % head.sizes.heads);
+        let row = (number * mask.of_block + mask.row) * places.padded_keys();
+        for (run, place) in places.keys.runs(keys.clone()) {
+            let columns = run.start - keys.start..run.end - keys.start;
+            let elements = &mut target[self.tile.column()..][columns];
+            dropout::drop_run(elements, &mask.source, row + place);
+        }
+    }
+
+    /// Applies the mask to the row of a query in its own memory.
+    pub(super) fn apply_in_place(&self, query: usize, row: &mut [f32]) {
+        let mut source = [0.0; KEYS];
+        let source = &mut source[..row.len()];
+        source.copy_from_slice(row);
+        self.apply(query, source, row);
     }
 }

@@ -3,10 +3,11 @@
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
-use fsdp_kernels::{Float, Kernels, MaskSource};
+use fsdp_kernels::{Float, Kernels};
 
 use crate::backend::model_backend::{ModelBackend, Raw};
 use crate::backend::ops::dropout::drop_elements;
+use crate::module::Mask;
 
 /// Returns a tensor `[.., columns]` as the matrix of its rows.
 pub(super) fn rows<B: ModelBackend>(tensor: Float<B>) -> Float<B> {
@@ -51,7 +52,7 @@ pub(super) fn product<B: ModelBackend>(
 }
 
 /// Returns a matrix with a mask applied, if there is one.
-pub(super) fn masked<B: ModelBackend>(matrix: Float<B>, mask: Option<MaskSource>) -> Float<B> {
+pub(super) fn masked<B: ModelBackend>(matrix: Float<B>, mask: Option<Mask>) -> Float<B> {
     match mask {
         Some(mask) => drop_elements::<B>(matrix, &mask),
         None => matrix,
@@ -62,7 +63,7 @@ pub(super) fn masked<B: ModelBackend>(matrix: Float<B>, mask: Option<MaskSource>
 pub(super) struct Factors<B: ModelBackend> {
     pub(super) matrices: [Float<B>; 2],
     pub(super) transposed: bool,
-    pub(super) mask: Option<MaskSource>,
+    pub(super) mask: Option<Mask>,
 }
 
 impl<B: ModelBackend> Factors<B> {

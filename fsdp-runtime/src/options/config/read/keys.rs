@@ -129,6 +129,9 @@ impl Reader {
                 self.config.source.places.insert(CONTEXT, entry.place);
                 self.config.fsdp.context = self.count(entry, 1);
             }
+            Some("cp_comm_strategy") => {
+                self.config.fsdp.context_exchange = self.named(entry, Named::named);
+            }
             Some("sp_size") => {
                 if self.count(entry, 1).is_some_and(|size| size > 1) {
                     self.wrong_value(
@@ -138,8 +141,7 @@ impl Reader {
                 }
             }
             _ => {
-                let read =
-                    "only `dp_replicate_size`, `dp_shard_size`, `cp_size` and `tp_size` are read";
+                let read = "only `dp_replicate_size`, `dp_shard_size`, `cp_size`, `cp_comm_strategy` and `tp_size` are read";
                 self.note(entry, read, false);
             }
         }

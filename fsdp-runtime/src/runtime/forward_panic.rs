@@ -1,4 +1,5 @@
-//! Operations of Burn on tensors of different dtypes, which panic in Burn, as typed errors.
+//! Panics in the forward of a unit, as typed errors where their cause is known: operations of Burn on tensors of
+//! different dtypes, and code that takes a rank's part of the outputs of a `column` layer for all of them.
 //!
 //! Flex checks the dtypes of an operation's operands and names them. On CubeCL devices Burn names none.
 
@@ -6,13 +7,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::hooks::{Call, OpenCall};
 use crate::error::{ScheduleError, panic_text, raise};
+use crate::module::RunningForward;
 
 /// Runs the body of a unit's forward.
 ///
 /// # Panics
 ///
 /// Unwinds with [`ScheduleError::DtypeMismatch`] if an operation of Burn panics because the dtypes of
-/// its operands differ, and as the body does for any other panic.
+/// its operands differ, with [`ScheduleError::PanicBetweenParts`] after any other panic with a text between the split
+/// layers of tensor parallel ranks, and as the body does otherwise.
 pub fn run<O>(call: &Call, forward: impl FnOnce() -> O) -> O {
     let Some(OpenCall { runtime, unit, .. }) = &call.0 else { return forward() };
     // What the body has changed is seen by no one else than after a panic without this call.
@@ -20,9 +23,14 @@ pub fn run<O>(call: &Call, forward: impl FnOnce() -> O) -> O {
         Ok(output) => return output,
         Err(panic) => panic,
     };
-    if let Some((operation, [left, right])) = panic_text(&*panic).and_then(mismatch) {
-        let unit = runtime.unit_name(*unit);
+    let Some(message) = panic_text(&*panic) else { resume_unwind(panic) };
+    let unit = runtime.unit_name(*unit);
+    if let Some((operation, [left, right])) = mismatch(message) {
         raise(ScheduleError::DtypeMismatch { unit, operation, left, right }.into());
+    }
+    if let Some((path, ranks)) = RunningForward::part_of() {
+        let message = message.to_string();
+        raise(ScheduleError::PanicBetweenParts { unit, path, ranks, message }.into());
     }
     resume_unwind(panic)
 }
