@@ -53,8 +53,12 @@ impl PlanArgs {
             let shown: Vec<_> = plans.iter().map(|(plan, it)| Shown::new(plan, it)).collect();
             fs::write(file, html(title, &shown)).context("--plan-html")?;
         }
+        let sharing = plans.first().map_or(1, |(plan, _)| {
+            plan.mesh().tensor_size().size() * plan.mesh().context_size().size()
+        });
+        let whose = if sharing == 1 { "a rank" } else { "a group of ranks that share them" };
         Ok(format!(
-            "{title} on {}: {} samples of {} tokens a rank\n\n{}",
+            "{title} on {}: {} samples of {} tokens {whose}\n\n{}",
             cluster.accelerator.name,
             batch.samples * batch.micro_batches,
             batch.length,
@@ -72,7 +76,7 @@ fn table(plans: &[(StepPlan, Estimate)]) -> String {
     lines.extend(plans.iter().map(|(plan, estimate)| {
         format!(
             "{:>6}{:>12.2}{:>9.1}%{:>14.0}{:>12.3}",
-            plan.mesh().world,
+            plan.mesh().all_ranks(),
             estimate.step * 1e3,
             100.0 * estimate.exposed / estimate.step,
             estimate.tokens_per_second,

@@ -82,12 +82,12 @@ pub struct Cli {
     /// Tensor parallel ranks: each has a part of the heads and of the feed-forward layers, and they take the same
     /// samples. The number divides those of the ranks and of the heads [default: that of the configuration file,
     /// or 1]
-    #[arg(long = "tp", value_name = "N", value_parser = positive, conflicts_with = "plan")]
+    #[arg(long = "tp", value_name = "N", value_parser = positive)]
     pub tensor_parallel: Option<usize>,
 
     /// Context parallel ranks: each has a part of every sample, for samples that are too long for one rank. A
     /// sample has a multiple of twice as many word pieces [default: that of the configuration file, or 1]
-    #[arg(long = "cp", value_name = "N", value_parser = positive, conflicts_with = "plan")]
+    #[arg(long = "cp", value_name = "N", value_parser = positive)]
     pub context_parallel: Option<usize>,
 
     /// Pass keys and values from one context parallel rank to the next, in place of gathering those of whole

@@ -1,7 +1,7 @@
 //! The plan of a step on GPUs, printed by `--plan` in place of training.
 
 use anyhow::Result;
-use fsdp_runtime::plan::{Batch, StepPlan};
+use fsdp_runtime::plan::{Batch, ParallelWork, StepPlan};
 
 use crate::arch::Arch;
 use crate::cli::Cli;
@@ -25,6 +25,12 @@ pub fn text(cli: &Cli) -> Result<String> {
         // The token embedding is tied to the output weight, which multiplies with every token.
         let plan = plan.with_lookups(&["positions.weight"]).with_fused_loss(true);
         let plan = plan.with_attention("Block", width, true);
+        // Of a block, the inputs of both norms, and what dropout and residuals keep, are whole on each tensor
+        // parallel rank, as are the inputs of the split layers.
+        let parallel = ParallelWork::new(4 * width, 2 * width)
+            .with_exchanges(2, width)
+            .with_key_values(2 * width);
+        let plan = plan.with_parallel_work("Block", parallel);
         Ok(plan.with_activations("Block", 20 * width + heads, width))
     })
 }
@@ -43,6 +49,23 @@ mod tests {
     #[test]
     fn a_plan_has_a_row_for_each_number_of_ranks() {
         check_table(&text_of(&["--plan", "2,8", "--arch", "small"]), "gpt_pretrain");
+    }
+
+    /// Returns GiB of a rank.
+    fn memory(flags: &[&str]) -> f64 {
+        let arguments = ["--plan", "8", "--arch", "small", "--batch-size", "8"];
+        let text = text_of(&[&arguments, flags].concat());
+        let row = text.lines().rfind(|line| !line.is_empty()).unwrap();
+        let cells: Vec<&str> = row.split_whitespace().collect();
+        assert_eq!(cells[0], "8", "{text}");
+        cells[4].parse().unwrap()
+    }
+
+    #[test]
+    fn parts_of_matrices_and_samples_take_less_memory() {
+        let whole = memory(&[]);
+        let [split, rows] = [&["--tp", "2"], &["--cp", "2"]].map(|flags| memory(flags));
+        assert!(split < whole && rows < 0.7 * whole, "{whole} {split} {rows}");
     }
 
     #[test]

@@ -73,7 +73,7 @@ pub struct Cli {
         long = "tp",
         value_name = "N",
         value_parser = positive,
-        conflicts_with_all = ["plan", "chat"]
+        conflicts_with = "chat"
     )]
     pub tensor_parallel: Option<usize>,
 
@@ -88,7 +88,7 @@ pub struct Cli {
         long = "cp",
         value_name = "N",
         value_parser = positive,
-        conflicts_with_all = ["plan", "chat"]
+        conflicts_with = "chat"
     )]
     pub context_parallel: Option<usize>,
 

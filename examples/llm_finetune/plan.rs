@@ -1,7 +1,7 @@
 //! The plan of a step on GPUs, printed by `--plan` in place of training.
 
 use anyhow::{Context, Result};
-use fsdp_runtime::plan::{Batch, StepPlan};
+use fsdp_runtime::plan::{Batch, ParallelWork, StepPlan};
 use fsdp_runtime::{FsdpOptions, Mesh};
 
 use crate::cli::Cli;
@@ -54,7 +54,13 @@ impl Planned {
         let attention = config.num_attention_heads * config.head_dim;
         let plan = plan.with_lookups(lookups).with_attention("DecoderLayer", attention, true);
         // The embedding's output, and the input of the head.
-        let plan = plan.with_activations("CausalLm", 2 * config.hidden_size, 0);
+        let hidden = config.hidden_size;
+        let plan = plan.with_activations("CausalLm", 2 * hidden, 0);
+        let of_root = ParallelWork::new(hidden, hidden).with_exchanges(1, hidden);
+        let of_layer = ParallelWork::new(2 * hidden, 2 * hidden).with_exchanges(2, hidden);
+        let key_values = 2 * config.num_key_value_heads * config.head_dim;
+        let plan = plan.with_parallel_work("CausalLm", of_root);
+        let plan = plan.with_parallel_work("DecoderLayer", of_layer.with_key_values(key_values));
         Ok(plan.with_activations("DecoderLayer", config.activations(), config.hidden_size))
     }
 }

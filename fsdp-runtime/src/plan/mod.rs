@@ -32,5 +32,5 @@ pub use self::page::{Shown, html};
 pub use self::search::{Candidate, Cheaper, Found, Question, search};
 pub use self::step::StepPlan;
 pub use self::transformer::Transformer;
-pub use self::work::{Batch, Recomputation, UnitWork};
+pub use self::work::{Batch, ParallelWork, Recomputation, UnitWork};
 pub use crate::param_group::plan::shape::{ModelShape, ParamShape, UnitShape};

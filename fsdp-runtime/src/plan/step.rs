@@ -1,7 +1,7 @@
 //! The plan of a training step: memory, collectives and computation of one rank.
 
 use super::collective::{Collective, Spread, exchanges, issued};
-use super::work::{Batch, Recomputation, TokenWork, UnitWork};
+use super::work::{Batch, ParallelWork, Recomputation, TokenWork, UnitWork};
 use crate::backend::DeviceKind;
 use crate::error::ShardError;
 use crate::layout::Mesh;
@@ -58,7 +58,7 @@ impl StepPlan {
         options.check()?;
         let mesh = options.mesh(mesh, mesh.world.size())?;
         let ModelPlan { units, device, .. } = ModelPlan::new(module, mesh, options)?;
-        let work = TokenWork::of_units(&units);
+        let work = TokenWork::of_units(&units, mesh);
         Ok(Self::of_units(units, work, (mesh, DeviceKind::of(&device)), options))
     }
 
@@ -144,6 +144,14 @@ impl StepPlan {
     #[must_use]
     pub fn with_activations(self, unit_type: &str, saved: usize, inputs: usize) -> Self {
         self.with_work_of(unit_type, |work| work.set_activations(saved, inputs))
+    }
+
+    /// Sets what tensor parallel and context parallel ranks share of the activations in each unit of a type.
+    /// Default: of a module, tensor parallel ranks divide the matrices, but no activations and no attention, and the
+    /// plan has no exchanges between them; context parallel ranks divide the tokens.
+    #[must_use]
+    pub fn with_parallel_work(self, unit_type: &str, parallel: ParallelWork) -> Self {
+        self.with_work_of(unit_type, |work| work.set_parallel(parallel))
     }
 
     fn with_work_of(mut self, unit_type: &str, change: impl Fn(&mut TokenWork)) -> Self {

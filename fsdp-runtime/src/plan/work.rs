@@ -90,26 +90,62 @@ pub struct UnitWork {
     pub context_bytes: usize,
 }
 
+/// What tensor parallel and context parallel ranks share of the activations of a unit of a module, for one token. For
+/// [`StepPlan::with_parallel_work`](super::StepPlan::with_parallel_work).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ParallelWork {
+    /// Those of the saved elements that are inputs of norms, or other values outside of split layers: each tensor
+    /// parallel rank has all of them, or under sequence parallel those of its positions.
+    pub residual: usize,
+    /// Those of the saved elements that are inputs of split layers, of which each tensor parallel rank has all.
+    pub gathered: usize,
+    /// Sums of activations over tensor parallel ranks in forward, and in backward.
+    pub exchanges: usize,
+    /// Elements in such a sum.
+    pub exchanged: usize,
+    /// Elements of the keys and values, over all heads, which context parallel ranks exchange.
+    pub key_values: usize,
+}
+
+impl ParallelWork {
+    /// Creates the work of a unit that saves `residual` elements outside of split layers, `gathered` elements as
+    /// inputs of split layers, and the others in parts.
+    pub const fn new(residual: usize, gathered: usize) -> Self {
+        Self { residual, gathered, exchanges: 0, exchanged: 0, key_values: 0 }
+    }
+
+    /// Sets the number of sums over tensor parallel ranks in forward, as many as in backward, and the elements in
+    /// each. Default: none.
+    pub const fn with_exchanges(self, exchanges: usize, exchanged: usize) -> Self {
+        Self { exchanges, exchanged, ..self }
+    }
+
+    /// Sets the elements of keys and values, over all heads. Default: none.
+    pub const fn with_key_values(self, key_values: usize) -> Self {
+        Self { key_values, ..self }
+    }
+}
+
 /// Shape of the computation of a unit, for one token.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct TokenWork {
-    /// Elements of the matrices that each token is multiplied with.
+    /// Elements of this rank's matrices that each token is multiplied with.
     product_elements: usize,
     /// Those of them that are frozen.
     frozen_elements: usize,
+    /// Elements of the queries of all heads.
     attention_width: usize,
     is_causal: bool,
     saved_elements: usize,
     input_elements: usize,
-    /// Elements of the logits.
+    /// Elements of this rank's logits.
     logits: usize,
     /// Bytes of an activation's element.
     element: usize,
-    tensor_exchanges: usize,
-    exchanged_elements: usize,
-    key_value_elements: usize,
-    /// Number of ranks that have parts of the same rows; 0 stands for 1.
-    context: usize,
+    /// What the ranks share; `None` if tensor parallel ranks divide nothing.
+    parallel: Option<ParallelWork>,
+    mesh: Mesh,
 }
 
 impl TokenWork {
@@ -136,22 +172,24 @@ impl TokenWork {
                 let products = shape.params.iter().filter(is_product).filter(|it| of(it));
                 products.map(own).sum()
             };
-            let [residual, gathered] = [shape.residual_elements, shape.gathered_elements];
-            let split = shape.saved_elements.saturating_sub(residual + gathered);
-            let parts = if mesh.splits_sequence() { tensor } else { 1 };
+            let parallel = ParallelWork {
+                residual: shape.residual_elements,
+                gathered: shape.gathered_elements,
+                exchanges: shape.tensor_exchanges,
+                exchanged: shape.exchanged_elements,
+                key_values: shape.key_value_elements,
+            };
             Self {
                 product_elements: elements(|_| true),
                 frozen_elements: elements(|it| it.is_frozen),
-                attention_width: shape.attention_width / tensor,
+                attention_width: shape.attention_width,
                 is_causal: true,
-                saved_elements: residual / parts + gathered + split / tensor,
-                input_elements: shape.input_elements / parts,
+                saved_elements: shape.saved_elements,
+                input_elements: shape.input_elements,
                 logits: head(shape).unwrap_or(0),
                 element: element_bytes(unit),
-                tensor_exchanges: if tensor > 1 { shape.tensor_exchanges } else { 0 },
-                exchanged_elements: shape.exchanged_elements,
-                key_value_elements: shape.key_value_elements / tensor,
-                context: mesh.context_size().size(),
+                parallel: Some(parallel),
+                mesh,
             }
         };
         shape.units.iter().zip(units).map(work).collect()
@@ -159,7 +197,7 @@ impl TokenWork {
 
     /// Returns the computation of each unit of a module. Every matrix counts as one that each token
     /// is multiplied with.
-    pub(super) fn of_units(units: &[Unit]) -> Vec<Self> {
+    pub(super) fn of_units(units: &[Unit], mesh: Mesh) -> Vec<Self> {
         let work = |unit: &Unit| {
             let owned =
                 unit.params.iter().filter(|it| !matches!(it.placement, Placement::TiedTo(_)));
@@ -168,8 +206,14 @@ impl TokenWork {
             Self {
                 product_elements: matrices.map(ParamSpec::numel).sum(),
                 frozen_elements: frozen.map(ParamSpec::numel).sum(),
+                attention_width: 0,
+                is_causal: false,
+                saved_elements: 0,
+                input_elements: 0,
+                logits: 0,
                 element: element_bytes(unit),
-                ..Self::default()
+                parallel: None,
+                mesh,
             }
         };
         units.iter().map(work).collect()
@@ -191,27 +235,42 @@ impl TokenWork {
         (self.saved_elements, self.input_elements) = (saved, inputs);
     }
 
+    /// Sets what tensor parallel and context parallel ranks share.
+    pub(super) fn set_parallel(&mut self, parallel: ParallelWork) {
+        self.parallel = Some(parallel);
+    }
+
     /// Returns the computation of one micro-batch.
     pub(super) fn of(&self, batch: Batch, fused_loss: bool) -> UnitWork {
+        let (tensor, context) = (self.mesh.tensor_size().size(), self.mesh.context_size().size());
         // Of each row, the positions of this rank.
-        let context = self.context.max(1);
         let tokens = batch.tokens() / context;
-        let square = 4.0 * self.attention_width as f64 * tokens as f64 * batch.length as f64;
+        let parts = if self.mesh.splits_sequence() { tensor } else { 1 };
+        let ParallelWork { residual, gathered, exchanges, exchanged, key_values } =
+            self.parallel.unwrap_or_default();
+        let (heads, whole) = match self.parallel {
+            Some(_) => (tensor, residual / parts + gathered),
+            None => (1, 0),
+        };
+        let split = self.saved_elements.saturating_sub(residual + gathered);
+        let inputs = if self.parallel.is_some() { parts } else { 1 };
+        let width = (self.attention_width / heads) as f64;
+        let square = 4.0 * width * tokens as f64 * batch.length as f64;
         // Logits in the dtype that computes and in f32, and the gradient of the latter.
         let logits = if fused_loss { 0 } else { tokens * self.logits * (self.element + 8) };
-        let key_values = batch.tokens() * self.key_value_elements * self.element;
+        let key_values = batch.tokens() * (key_values / heads) * self.element;
         let key_values = if context > 1 { key_values } else { 0 };
         UnitWork {
             products: 2.0 * self.product_elements as f64 * tokens as f64,
             frozen_products: 2.0 * self.frozen_elements as f64 * tokens as f64,
             attention: if self.is_causal { 0.5 * square } else { square },
             attention_square: square,
-            activations: self.saved_elements * self.element * tokens,
-            input: self.input_elements * self.element * tokens,
+            activations: (whole + split / heads) * self.element * tokens,
+            input: self.input_elements / inputs * self.element * tokens,
             // Keys and values of whole rows, and their gradients.
             transient: logits + 2 * key_values,
-            tensor_exchanges: self.tensor_exchanges,
-            tensor_bytes: tokens * self.exchanged_elements * self.element,
+            tensor_exchanges: if tensor > 1 { exchanges } else { 0 },
+            tensor_bytes: tokens * exchanged * self.element,
             context_bytes: key_values,
         }
     }

@@ -32,7 +32,7 @@ pub(super) fn forward<B: ModelBackend>(
             return Ok(());
         }
         let [output, statistics] = forward_of_part::<B>(tensors, of_part);
-        let results = [widened::<B>(output), statistics];
+        let results = [widened::<B>(output), statistics].map(by_query::<B>);
         sums = Some(match sums.take() {
             Some(sums) => merged::<B>([sums, results]),
             None => results,
@@ -40,7 +40,13 @@ pub(super) fn forward<B: ModelBackend>(
         Ok(())
     })?;
     let [output, statistics] = sums.expect("a rank computes its own part");
-    Ok([B::float_cast(output, dtype.into()), statistics])
+    Ok([B::float_cast(output, dtype.into()), statistics].map(by_query::<B>))
+}
+
+/// Swaps heads and queries. Heads of a query lie together in the sums, so that the layer after attention takes them
+/// without a copy.
+fn by_query<B: ModelBackend>(tensor: Float<B>) -> Float<B> {
+    B::float_swap_dims(tensor, 1, 2)
 }
 
 /// Returns the gradients of query, key and value, given the results and the gradient of the output.
@@ -133,7 +139,7 @@ fn columns<B: ModelBackend>(rows: &Float<B>, part: ContextPart) -> Float<B> {
     B::float_cat(part.blocks().map(block).into(), 1)
 }
 
-/// Returns the results of attention with the keys of two, each an output in f32 or f64 and row statistics.
+/// Returns the results of attention with the keys of two, each an output in f32 or f64 and row statistics, by query.
 fn merged<B: ModelBackend>(results: [[Float<B>; 2]; 2]) -> [Float<B>; 2] {
     let [[a, log_a], [b, log_b]] = results;
     let logs = B::float_cat(vec![log_a, log_b], 3);
@@ -142,8 +148,8 @@ fn merged<B: ModelBackend>(results: [[Float<B>; 2]; 2]) -> [Float<B>; 2] {
     let log = B::float_add(top, B::float_log(B::float_sum_dim(powers, 3)));
     let shares = B::float_exp(B::float_sub(logs, log.clone()));
     let share = |at: usize| {
-        let [batch, heads, queries, _] = shares.shape().dims();
-        let ranges = [0..batch, 0..heads, 0..queries, at..at + 1];
+        let [batch, queries, heads, _] = shares.shape().dims();
+        let ranges = [0..batch, 0..queries, 0..heads, at..at + 1];
         B::float_slice(shares.clone(), &ranges.map(Slice::from))
     };
     let sum = B::float_add(B::float_mul(a, share(0)), B::float_mul(b, share(1)));
