@@ -60,7 +60,7 @@ impl FailureMessage {
 
 /// Returns the program's own string for the name of an operation that another process has sent.
 pub(super) fn static_name(op: &str) -> &'static str {
-    const NAMES: [&str; 8] = [
+    const NAMES: [&str; 9] = [
         "all_gather",
         "all_reduce",
         "barrier",
@@ -68,6 +68,7 @@ pub(super) fn static_name(op: &str) -> &'static str {
         "gather",
         "reduce_scatter",
         "scatter",
+        "send_recv",
         "split",
     ];
     NAMES.into_iter().find(|&name| name == op).unwrap_or("a collective")
