@@ -117,7 +117,7 @@ impl NcclCommunicator {
     }
 
     /// Puts the collectives that `queue` queues on a stream, as one NCCL group. Returns marks of their
-    /// begin and end. On an error the communicator is aborted.
+    /// begin and end. After an error the caller ends the run, and then [aborts](Self::abort) the communicator.
     ///
     /// # Safety
     ///
@@ -137,12 +137,7 @@ impl NcclCommunicator {
             return Err(aborted().into());
         }
         // SAFETY: as the caller promises.
-        let outcome = unsafe { self.start_on(handle.0, dtype, stream, watch, queue) };
-        drop(handle);
-        if outcome.is_err() {
-            self.abort();
-        }
-        outcome
+        unsafe { self.start_on(handle.0, dtype, stream, watch, queue) }
     }
 
     /// # Safety
@@ -172,20 +167,12 @@ impl NcclCommunicator {
     }
 
     /// Waits until the GPU has completed collectives. The time-out counts from when the GPU has reached
-    /// their begin. On an error the communicator is aborted.
+    /// their begin. After an error the caller ends the run, and then [aborts](Self::abort) the communicator.
     pub(super) fn wait_for(
         &self,
         marks: &Marks,
         watch: &mut Watch<'_>,
     ) -> Result<(), Interruption> {
-        let outcome = self.poll(marks, watch);
-        if outcome.is_err() {
-            self.abort();
-        }
-        outcome
-    }
-
-    fn poll(&self, marks: &Marks, watch: &mut Watch<'_>) -> Result<(), Interruption> {
         self.gpu.bind()?;
         let mut has_begun = false;
         loop {

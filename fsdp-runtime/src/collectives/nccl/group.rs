@@ -149,7 +149,13 @@ impl NcclGroup {
         // After an error or a panic NCCL may still use the memory: then it is never freed.
         let held: Box<dyn Any + Send> = Box::new((memory, buffer.clone()));
         let held = ManuallyDrop::new(held);
-        let ended = |interruption: Interruption| interruption.end_run(&self.host, op);
+        // The failure is known before the device ends an aborted collective, and before another thread finds the
+        // communicator aborted.
+        let ended = |interruption: Interruption| {
+            let failure = interruption.end_run(&self.host, op);
+            self.communicator.abort();
+            failure
+        };
         let mut watch = Watch::new(&self.host);
         // SAFETY: `held` keeps the memory where it is; the caller promises the rest. CubeCL's stream is
         // that of the device whose memory was asked for.

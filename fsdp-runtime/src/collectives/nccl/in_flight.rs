@@ -47,6 +47,7 @@ impl Collective {
             Ok(()) => drop(ManuallyDrop::into_inner(self.held)),
             Err(interruption) => {
                 interruption.end_run(&self.host, &self.op);
+                self.communicator.abort();
             }
         }
     }
