@@ -154,6 +154,8 @@ fn two_ranks_on(is_on_stream: bool, timeout: Duration, f: impl Fn(&AnyProcessGro
                 let group = NcclGroup::on_host(host, fake::library(), is_on_stream).unwrap();
                 let group = AnyProcessGroup::Nccl(group);
                 gather::<Flex>(&group, &[100], &buffer(200));
+                let AnyProcessGroup::Nccl(nccl) = &group else { unreachable!() };
+                nccl.finish().unwrap();
                 f(&group, rank.index());
             });
         }
@@ -286,6 +288,8 @@ fn the_failure_of_a_peer_ends_a_collective_on_the_stream() {
     two_ranks_on(true, LONG, |group, rank| {
         fake::run_on_stream(OnStream::Never);
         gather_into(group, &buffer(200));
+        // Both collectives are on their streams.
+        group.exchange(&op("barrier", "ranks"), ()).unwrap();
         if rank == 1 {
             group.fail(CollectiveError::PeerFailed { rank: group.rank(), reason: "full".into() });
         }
