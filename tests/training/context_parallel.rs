@@ -155,8 +155,9 @@ fn memory_is_that_of_the_forecast() {
             net = optimizer.step(1e-3, net, gradients);
             net.stats().record_optimizer(&optimizer)?;
             let memory = net.stats().memory();
-            let found = [memory.shards, memory.replicated, memory.optimizer].map(|it| it.peak);
-            Ok((found, [forecast.shards, forecast.replicated, forecast.optimizer]))
+            let found = [memory.shards, memory.replicated, memory.optimizer, memory.gradients];
+            let MemoryForecast { shards, replicated, optimizer, gradients, .. } = forecast;
+            Ok((found.map(|it| it.peak), [shards, replicated, optimizer, gradients]))
         });
         for (found, expected) in ranks {
             let differs = |(a, b): (&usize, &usize)| a.abs_diff(*b) as f64 > 0.05 * *b as f64;
@@ -170,17 +171,20 @@ fn memory_is_that_of_the_forecast() {
 #[test]
 fn a_stopped_context_parallel_rank_is_named() {
     let timeout = std::time::Duration::from_secs(1);
-    let options = LaunchOptions::new(4).with_device(Device::flex()).with_timeout(timeout);
-    let error = launch(options, move |worker: Worker| {
-        let options = FsdpOptions::new().with_seed(1).with_context_parallel(2);
-        let net = fully_shard(Net::new(false, worker.device()), &worker, options)?;
-        if worker.rank() == 3 {
-            std::thread::sleep(3 * timeout);
-        }
-        gradients(&net, &worker, 0).map(|_| ())
-    });
-    let text = error.unwrap_err().to_string();
-    assert!(text.contains("rank 3 did not join within"), "{text}");
+    for exchange in [ContextExchange::Gather, ContextExchange::Ring] {
+        let options = LaunchOptions::new(4).with_device(Device::flex()).with_timeout(timeout);
+        let error = launch(options, move |worker: Worker| {
+            let options = FsdpOptions::new().with_seed(1).with_context_parallel(2);
+            let options = options.with_context_exchange(exchange);
+            let net = fully_shard(Net::new(false, worker.device()), &worker, options)?;
+            if worker.rank() == 3 {
+                std::thread::sleep(3 * timeout);
+            }
+            gradients(&net, &worker, 0).map(|_| ())
+        });
+        let text = error.unwrap_err().to_string();
+        assert!(text.contains("rank 3 did not join within"), "{text}");
+    }
 }
 
 #[test]
