@@ -7,7 +7,7 @@
 //! tensor parallel ranks these are two for each block and pass, one of the embedding, one of each chunk of the loss, and
 //! one of the head's input. Under sequence parallel each of the first is a gather and a reduce-scatter, which move as
 //! much, and each norm has one more. Among context parallel ranks each block gathers keys and values in both passes, and
-//! adds up their gradients.
+//! adds up their gradients. In a ring, n ranks have n - 1 exchanges in forward and 2 n - 1 in backward.
 
 use std::time::Instant;
 
@@ -148,16 +148,21 @@ struct Sharing {
     sequence: bool,
     /// Context parallel ranks.
     context: usize,
+    /// How these exchange keys and values.
+    exchange: ContextExchange,
 }
 
 impl Sharing {
     /// Returns the ways in which `world` ranks share one axis, beginning with FSDP alone.
     fn of(world: usize) -> Vec<Self> {
-        let plain = Self { tensor: 1, sequence: false, context: 1 };
+        let exchange = ContextExchange::Gather;
+        let plain = Self { tensor: 1, sequence: false, context: 1, exchange };
         let sizes = (2..=world).filter(|size| world.is_multiple_of(*size));
         let split = sizes.flat_map(|size| {
             let tensor = Self { tensor: size, ..plain };
-            [tensor, Self { sequence: true, ..tensor }, Self { context: size, ..plain }]
+            let context = Self { context: size, ..plain };
+            let ring = Self { exchange: ContextExchange::Ring, ..context };
+            [tensor, Self { sequence: true, ..tensor }, context, ring]
         });
         std::iter::once(plain).chain(split).collect()
     }
@@ -179,7 +184,8 @@ fn round(cli: &Cli, sharing: Sharing) -> Round {
             .with_seed(0)
             .with_tensor_parallel(sharing.tensor)
             .with_sequence_parallel(sharing.sequence)
-            .with_context_parallel(sharing.context);
+            .with_context_parallel(sharing.context)
+            .with_context_exchange(sharing.exchange);
         let mut model = fully_shard(model, &worker, options)?;
         let mut optimizer = AdamWConfig::new().init();
         let mesh = model.stats().mesh();
@@ -235,10 +241,14 @@ fn main() {
     let base = median(&times[0]);
     println!("data x context x tensor   step, s   of FSDP's   exchanges   loss");
     for ((sharing, times), (loss, exchanges)) in meshes.iter().zip(&times).zip(last) {
-        let Sharing { tensor, sequence, context } = sharing;
+        let Sharing { tensor, sequence, context, exchange } = sharing;
         let (data, step) = (cli.world / tensor / context, median(times));
-        let mesh =
-            format!("{data} x {context} x {tensor}{}", if *sequence { ", sequence" } else { "" });
+        let note = match exchange {
+            ContextExchange::Ring => ", ring",
+            _ if *sequence => ", sequence",
+            _ => "",
+        };
+        let mesh = format!("{data} x {context} x {tensor}{note}");
         let ratio = step / base;
         println!("{mesh:<23}{step:>10.4}{ratio:>12.2}{exchanges:>12}   {loss:.5}");
     }
