@@ -4,8 +4,8 @@ use super::*;
 use crate::collectives::group::MeshGroups;
 use crate::layout::{ALIGNMENT, MatrixForm, Mesh, StorageType};
 
-/// Sums activations over tensor parallel ranks; gathers over context parallel ranks, and passes on; and gives each of these its part
-/// of a sum.
+/// Sums activations over tensor parallel ranks; gathers over context parallel ranks, and passes tensors around; and
+/// gives each of these its part of a sum.
 pub(super) fn groups_of_a_mesh<B: Tested>(group: &AnyProcessGroup) {
     let world = Arc::new(group.split(0).unwrap());
     let size = WorldSize::new(world.size()).unwrap();
