@@ -38,18 +38,6 @@ struct Found {
     memory: Memory,
 }
 
-/// Waits until no thread allocates or frees, and returns the live bytes.
-fn settled() -> usize {
-    let mut live = ALLOCATOR.live();
-    loop {
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        match ALLOCATOR.live() {
-            same if same == live => return live,
-            other => live = other,
-        }
-    }
-}
-
 fn step(which: ActivationCheckpointing) -> Found {
     let options = LaunchOptions::new(1).with_device(Device::flex());
     let mut ranks = launch(options, move |worker| {
@@ -65,11 +53,11 @@ fn step(which: ActivationCheckpointing) -> Found {
         // The system may stop another thread before it has freed what it has read, so a step's peak can
         // only be too large: the least of several counts.
         for _ in 0..STEPS {
-            let before = settled();
+            let before = ALLOCATOR.settled();
             ALLOCATOR.reset_peak();
             step()?;
             peak = peak.min(ALLOCATOR.peak().saturating_sub(before));
-            left = left.min(settled().saturating_sub(before));
+            left = left.min(ALLOCATOR.settled().saturating_sub(before));
         }
         Ok::<_, Error>(Found {
             peak,

@@ -99,18 +99,6 @@ impl Layers {
     }
 }
 
-/// Returns the live bytes, once no thread allocates or frees.
-fn settled() -> usize {
-    let mut live = ALLOCATOR.live();
-    loop {
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        match ALLOCATOR.live() {
-            same if same == live => return live,
-            other => live = other,
-        }
-    }
-}
-
 /// Returns the bytes that all ranks keep for backward, and those of the plan.
 fn kept(world: usize, options: &FsdpOptions) -> [usize; 2] {
     let options = options.clone();
@@ -141,11 +129,11 @@ fn kept(world: usize, options: &FsdpOptions) -> [usize; 2] {
         let mut least = usize::MAX;
         for _ in 0..3 {
             meet()?;
-            let before = settled();
+            let before = ALLOCATOR.settled();
             meet()?;
             let output = net.forward(x.clone());
             meet()?;
-            least = least.min(settled().saturating_sub(before));
+            least = least.min(ALLOCATOR.settled().saturating_sub(before));
             meet()?;
             net.backward(output.mean())?;
         }

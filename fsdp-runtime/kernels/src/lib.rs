@@ -57,7 +57,7 @@ pub use self::random_rounding::{RandomRounding, RoundedPart};
 pub use self::rotary::{RotaryRule, RotaryTensors};
 pub use self::storage_type::StorageType;
 pub use self::support::{computes, has_kernels};
-pub use self::tensor::{Float, Tracked};
+pub use self::tensor::{Float, Tracked, wide};
 pub use self::update_rules::{AdamStep, SgdStep};
 
 /// Copies a tensor's elements to host memory, for unit tests.

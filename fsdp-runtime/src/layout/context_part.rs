@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use burn::tensor::kind::Basic;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use fsdp_kernels::Places;
 
 /// The positions of each row that a [context parallel](crate::FsdpOptions::with_context_parallel) rank has.
 ///
@@ -87,6 +88,11 @@ impl ContextPart {
         }
         let block = self.length / (2 * ranks);
         [self.rank, 2 * ranks - 1 - self.rank].map(|at| at * block..(at + 1) * block)
+    }
+
+    /// Returns the places of the part's positions in a row.
+    pub(crate) fn places(&self) -> Places {
+        Places::blocks(self.length, self.blocks())
     }
 
     /// Returns the positions of the part, in ascending order.

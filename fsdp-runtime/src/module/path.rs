@@ -6,7 +6,7 @@ use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
 use super::contract::{FsdpModule, ParamVisitor};
-use super::node::Child;
+use super::node::{Child, Split};
 use super::param::Sharded;
 use super::runtime::ParamIndex;
 
@@ -16,32 +16,45 @@ use super::runtime::ParamIndex;
 /// methods of the same names. A visitor of Burn's own calls [`push`](Self::push) instead of
 /// `enter`.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct ModulePath(Vec<String>);
+pub(crate) struct ModulePath {
+    segments: Vec<String>,
+    /// How each field, or the one around it, is split over tensor parallel ranks.
+    splits: Vec<Option<Split>>,
+}
 
 impl ModulePath {
     /// Appends the segment of a field, or of a list's element.
     pub(crate) fn enter(&mut self, child: &Child, index: Option<usize>) {
-        self.0.push(index.map_or_else(|| child.name.to_string(), |index| index.to_string()));
+        let segment = index.map_or_else(|| child.name.to_string(), |index| index.to_string());
+        self.splits.push(child.split.or(self.split()));
+        self.segments.push(segment);
     }
 
     /// Appends a segment to the path.
     pub(crate) fn push(&mut self, segment: &str) {
-        self.0.push(segment.to_string());
+        self.splits.push(self.split());
+        self.segments.push(segment.to_string());
     }
 
     /// Removes the last segment.
     pub(crate) fn exit(&mut self) {
-        self.0.pop();
+        self.segments.pop();
+        self.splits.pop();
     }
 
     /// Returns the segments, outermost first.
     pub(crate) fn segments(&self) -> &[String] {
-        &self.0
+        &self.segments
+    }
+
+    /// Returns how the field, or the one around it, is split over tensor parallel ranks.
+    pub(crate) fn split(&self) -> Option<Split> {
+        self.splits.last().copied().flatten()
     }
 
     /// Returns the dotted path with the segments `below` appended.
     pub(crate) fn join(&self, below: &[String]) -> String {
-        let segments: Vec<&str> = self.0.iter().chain(below).map(String::as_str).collect();
+        let segments: Vec<&str> = self.segments.iter().chain(below).map(String::as_str).collect();
         segments.join(".")
     }
 }

@@ -4,7 +4,7 @@ use burn::nn::loss::Reduction;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, FloatDType, Int, Tensor};
 
-use crate::backend::ops::{LossInputs, LossRule, linear_cross_entropy_tracked};
+use crate::backend::ops::{LossInputs, LossRule, linear_cross_entropy_tracked, wide};
 
 /// Logits that exist at once, unless [`LinearCrossEntropyOptions::with_chunk_rows`] says otherwise.
 const LOGITS: usize = 1 << 24;
@@ -106,8 +106,7 @@ impl LinearCrossEntropyOptions {
 /// `hidden` is the shape `[rows, width]`.
 pub fn linear_cross_entropy_bytes(hidden: [usize; 2], classes: usize, dtype: DType) -> usize {
     let [rows, width] = hidden;
-    let kept = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    (rows + classes) * width * kept.size()
+    (rows + classes) * width * wide(dtype).size()
 }
 
 /// Computes the cross-entropy of the logits `hidden · weightᵀ + bias` and the targets, and never holds
@@ -210,7 +209,7 @@ fn composed(inputs: LossInputs, rule: &LossRule) -> Tensor<1> {
         logits = logits + bias.unsqueeze();
     }
     let ([rows, classes], device) = (logits.dims(), logits.device());
-    let dtype = if logits.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let dtype = wide(logits.dtype());
     let shares = log_softmax(logits.cast(dtype), 1);
     let numbers = Tensor::<1, Int>::arange(0..classes as i64, &device).cast(FloatDType::F32);
     let is_target = numbers.unsqueeze::<2>().equal(targets.clone().reshape([rows, 1]));

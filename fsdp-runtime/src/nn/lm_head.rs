@@ -8,7 +8,7 @@ use burn::tensor::{Bool, DType, Device, IndexingUpdateOp, Int, Tensor};
 use super::linear::{LinearActivation, linear};
 use super::linear_cross_entropy::{LinearCrossEntropyOptions, WeightLayout, linear_cross_entropy};
 use super::softmax;
-use crate::backend::ops::{ComputedLoss, with_gradients};
+use crate::backend::ops::{ComputedLoss, wide, with_gradients};
 use crate::layout::TensorSplit;
 use crate::module::{
     Child, FsdpModule, Kind, Node, ParamMapper, ParamVisitor, Sharded, SplitVocabulary,
@@ -151,7 +151,7 @@ fn split_cross_entropy(
     options: &LinearCrossEntropyOptions,
 ) -> Tensor<1> {
     let ([rows, _], [own, _]) = (hidden.dims(), weight.dims());
-    let dtype = if hidden.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let dtype = wide(hidden.dtype());
     let hidden = ranks.share_with_tensor_ranks(hidden);
     with_gradients([&hidden, &weight], |[hidden, weight], wanted| {
         let device = hidden.device();

@@ -2,9 +2,9 @@
 
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{Device, Tensor};
 
-use crate::backend::ops::{NormalizationInputs, NormalizationRule, normalize_tracked};
+use crate::backend::ops::{NormalizationInputs, NormalizationRule, normalize_tracked, wide};
 use crate::module::{FsdpModule, Node, ParamMapper, ParamVisitor};
 
 /// Configuration of an [`RmsNorm`] layer. Its fields and defaults are those of
@@ -137,7 +137,7 @@ impl RmsNorm {
     /// Normalizes with Burn's operations.
     fn composed<const D: usize>(&self, input: Tensor<D>, gamma: Tensor<1>) -> Tensor<D> {
         let dtype = input.dtype();
-        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let wide = wide(dtype);
         let (x, gamma) = (input.cast(wide), gamma.cast(wide));
         let root = (x.clone().square().mean_dim(D - 1) + self.epsilon).sqrt();
         ((x / root) * gamma.unsqueeze()).cast(dtype)

@@ -42,6 +42,18 @@ impl Counting {
         self.live.load(SeqCst)
     }
 
+    /// Waits until no thread allocates or frees, and returns the live bytes.
+    pub fn settled(&self) -> usize {
+        let mut live = self.live();
+        loop {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            match self.live() {
+                same if same == live => return live,
+                other => live = other,
+            }
+        }
+    }
+
     /// Returns the most bytes that were live at once since the last
     /// [`reset_peak`](Self::reset_peak).
     pub fn peak(&self) -> usize {

@@ -6,9 +6,9 @@ use std::ops::Range;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, Slice};
 
-use super::{AttentionRule, AttentionTensors, KeyRanges, MASK_ROWS, wide};
+use super::{AttentionRule, AttentionTensors, KeyRanges, MASK_ROWS};
 use crate::mask::{BATCH, MaskPart, MaskSource, Places};
-use crate::tensor::Float;
+use crate::tensor::{Float, wide};
 
 /// Operations on the scores of a block, made of Burn's operations or kernels.
 ///

@@ -7,9 +7,9 @@ use burn::tensor::{DType, Shape, TensorData};
 use burn_std::Scalar;
 
 use super::blocks::{self, Block, BlockOps, part, slices};
-use super::{AttentionRule, AttentionTensors, MASK_ROWS, wide};
+use super::{AttentionRule, AttentionTensors, MASK_ROWS};
 use crate::mask::{MaskPart, MaskSource};
-use crate::tensor::Float;
+use crate::tensor::{Float, wide};
 
 /// The kernels that multiply a tensor by a dropout mask, or by a part of one.
 #[derive(Clone, Copy)]

@@ -7,8 +7,6 @@ mod segments;
 
 use std::ops::Range;
 
-use burn::tensor::DType;
-
 #[cfg(feature = "cube")]
 pub(super) use self::blocks::{Block, BlockOps, backward, forward};
 pub use self::key_ranges::KeyRanges;
@@ -71,8 +69,7 @@ impl WeightPlaces {
         self.queries.runs(queries).flat_map(of_run)
     }
 
-    /// Returns the source of the masks of the queries that have the place `query` or are in a block with it, and the
-    /// number of the first element of a row of keys, given row of the batch and head.
+    /// Returns the masks of the block of queries to which a query of the part belongs.
     pub(crate) fn row(&self, source: MaskSource, query: usize) -> MaskRow {
         let place = self.queries.at(query);
         let block = place / MASK_ROWS;
@@ -163,9 +160,4 @@ impl MaskSource {
         let key = crate::mix(key ^ crate::mix(block as u64));
         Self { key: [key as u32, (key >> 32) as u32], ..self }
     }
-}
-
-/// Returns the dtype of scores and sums.
-fn wide(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

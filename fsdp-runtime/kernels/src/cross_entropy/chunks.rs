@@ -5,11 +5,11 @@
 use std::ops::Range;
 
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{DType, Shape, Slice, TensorData};
+use burn::tensor::{Shape, Slice, TensorData};
 use burn_std::Scalar;
 
 use super::{LossResults, LossRule, LossTensors};
-use crate::tensor::Float;
+use crate::tensor::{Float, wide};
 
 /// Implements [`Kernels::linear_cross_entropy`](crate::Kernels::linear_cross_entropy).
 pub(crate) fn forward<B: Backend>(
@@ -48,11 +48,6 @@ pub(crate) fn forward<B: Backend>(
         sums.add_gradients(slopes, hidden, &weight, rule);
     }
     sums.finish(rule)
-}
-
-/// Returns the dtype of sums.
-fn wide(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// Returns the rows in the range.

@@ -10,12 +10,12 @@ use cubecl::prelude::*;
 pub(super) use self::part::dropout_part;
 use super::buffer_slice::BufferSlice;
 use super::device::rounds_in_integers;
-use super::philox::random_blocks;
+use super::philox::{draw_pairs, random_blocks};
 use super::rounding::narrowed;
 use super::span::spans_within;
 use super::tensors::{contiguous, element, empty};
 use super::tile::{Tile, begin, end, own_tile};
-use crate::mask::{BATCH, LOW_BYTES, MaskSource, SIGN};
+use crate::mask::{BATCH, MaskSource, SIGN};
 use crate::philox::LANES;
 
 /// Applies dropout to the `count` vectors of a span, whose first element is element `start` of the
@@ -60,14 +60,7 @@ fn dropout_kernel<F: Float, N: Size>(
         let at = batch * comptime!(BATCH) + 2 * group * width - start;
         #[unroll]
         for word in 0..4usize {
-            let upper = words[word];
-            let lower = words[comptime!((word + 1) % 4)] ^ words[comptime!((word + 2) % 4)];
-            let low = Vector::new(LOW_BYTES);
-            let high = Vector::new(comptime!(!LOW_BYTES));
-            let eight = Vector::new(8u32);
-            let mut pairs = Sequence::<Vector<u32, N>>::new();
-            pairs.push((upper & high) | (lower & low));
-            pairs.push(((upper & low) << eight) | ((lower & high) >> eight));
+            let pairs = draw_pairs::<N>(&words, word);
             #[unroll]
             for half in 0..2usize {
                 let pair = pairs[half];

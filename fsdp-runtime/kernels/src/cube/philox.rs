@@ -3,7 +3,26 @@
 use cubecl::prelude::*;
 
 use super::iota::iota;
+use crate::mask::LOW_BYTES;
 use crate::philox::{MULTIPLIERS, ROUNDS, WEYL};
+
+/// Returns the two pairs of draws of dropout that belong to one word of random blocks, as `mask::pairs` does on the
+/// host.
+#[cube]
+pub(super) fn draw_pairs<N: Size>(
+    words: &Sequence<Vector<u32, N>>,
+    #[comptime] word: usize,
+) -> Sequence<Vector<u32, N>> {
+    let upper = words[word];
+    let lower = words[comptime!((word + 1) % 4)] ^ words[comptime!((word + 2) % 4)];
+    let low = Vector::new(LOW_BYTES);
+    let high = Vector::new(comptime!(!LOW_BYTES));
+    let eight = Vector::new(8u32);
+    let mut pairs = Sequence::<Vector<u32, N>>::new();
+    pairs.push((upper & high) | (lower & low));
+    pairs.push(((upper & low) << eight) | ((lower & high) >> eight));
+    pairs
+}
 
 /// Returns `N` neighbouring random blocks, of which the first is block `first`, as the four words of
 /// each block in a vector per word.

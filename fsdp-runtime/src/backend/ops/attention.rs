@@ -14,9 +14,10 @@ use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
-use fsdp_kernels::{AttentionRule, AttentionTensors, Float, Kernels, Tracked};
+use burn::tensor::{DispatchTensor, Shape, Tensor};
+use fsdp_kernels::{AttentionRule, AttentionTensors, Float, Kernels, Tracked, wide};
 
+pub(crate) use self::ring::{narrowed, of_part};
 use super::arguments::{Taken, register_gradients, take_all};
 use super::error::KernelError;
 use super::saved::Saved;
@@ -153,10 +154,9 @@ fn forward<B: ModelBackend>(
 ) -> [Float<B>; 2] {
     let ([batch, heads, queries, _], dtype) = (tensors.query.shape().dims(), tensors.query.dtype());
     let width = tensors.value.shape()[3];
-    let statistics = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let outputs = vec![
         (Shape::from([batch, heads, queries, width]), dtype),
-        (Shape::from([batch, heads, queries, 1]), statistics),
+        (Shape::from([batch, heads, queries, 1]), wide(dtype)),
     ];
     let results = B::defer(tensors.into_vec(), outputs, move |buffers| {
         B::Raw::tiled_attention(&AttentionTensors::from_vec(buffers), &rule).into()
@@ -252,7 +252,7 @@ impl<B: ModelBackend> Backward<B, 3> for Attention {
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
-    use burn::tensor::{Device, Distribution};
+    use burn::tensor::{DType, Device, Distribution};
 
     use super::*;
     use crate::backend::ops::{KeyRanges, MaskSource, Places, Segments, WeightPlaces};

@@ -11,7 +11,7 @@ use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::{DType, Shape, Tensor};
-use fsdp_kernels::{Float, Kernels, LossResults, LossRule, LossTensors, Tracked};
+use fsdp_kernels::{Float, Kernels, LossResults, LossRule, LossTensors, Tracked, wide};
 
 use super::arguments::{Taken, register_gradients, take_all};
 use super::error::KernelError;
@@ -151,7 +151,7 @@ fn forward<B: ModelBackend>(
     targets: Float<B>,
     rule: LossRule,
 ) -> LossResults<Float<B>> {
-    let dtype = if tensors[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let dtype = wide(tensors[0].dtype());
     let scalar = Shape::from([1]);
     let shapes = tensors.iter().map(TensorMetadata::shape).zip(rule.gradients);
     let shapes = shapes.filter(|(_, wanted)| *wanted).map(|(shape, _)| shape);

@@ -32,7 +32,9 @@ mod softmax;
 mod swiglu;
 mod two_results;
 
-pub(crate) use self::attention::{Arriving, ContextRanks, attention_among, attention_tracked};
+pub(crate) use self::attention::{
+    Arriving, ContextRanks, attention_among, attention_tracked, narrowed, of_part,
+};
 pub use self::codes::{decode, encode};
 pub use self::copies::{cast, pack, unpack};
 pub(crate) use self::cross_entropy::{
@@ -54,6 +56,6 @@ pub(crate) use fsdp_kernels::attention::KeyRanges;
 pub use fsdp_kernels::products::{allows_tf32, set_tf32};
 pub(crate) use fsdp_kernels::{
     AttentionRule, LossRule, MaskPart, NormalizationRule, Places, RotaryRule, Segments,
-    WeightPlaces,
+    WeightPlaces, wide,
 };
 pub use fsdp_kernels::{MaskSource, Norm, Sums, computes};

@@ -16,7 +16,7 @@ use crate::backend::{ModelBackend, Raw, RawFloat, ShardBackend, StoredTensor};
 use crate::error::{Error, ShardError};
 use crate::launch::agree::{OnError, agree_result};
 use crate::module::{
-    Child, FsdpModule, ModulePath, ParamIndex, ParamMapper, RandomSource, Sharded, Split,
+    Child, FsdpModule, ModulePath, ParamIndex, ParamMapper, RandomSource, Sharded,
 };
 use crate::param_group::plan::SHARDED;
 use crate::param_group::{ParamSpec, Placement, Unit};
@@ -33,8 +33,6 @@ pub(in crate::fully_shard) struct ShardingInit<'a, B: ModelBackend> {
 struct Progress {
     /// Segments of the module path.
     path: ModulePath,
-    /// How each of its fields, or the one around it, is split over tensor parallel ranks.
-    splits: Vec<Option<Split>>,
     /// Number of parameters that the traversal has reached.
     visited: usize,
     /// Number of these parameters that are not ignored.
@@ -73,7 +71,6 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
             setup,
             progress: Progress {
                 path: ModulePath::default(),
-                splits: Vec::new(),
                 visited: 0,
                 managed: 0,
                 initialized: 0,
@@ -292,13 +289,10 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
 impl<B: ModelBackend> ParamMapper for ShardingInit<'_, B> {
     fn enter(&mut self, child: &'static Child, index: Option<usize>) {
         self.progress.path.enter(child, index);
-        let around = self.progress.splits.last().copied().flatten();
-        self.progress.splits.push(child.split.or(around));
     }
 
     fn exit(&mut self) {
         self.progress.path.exit();
-        self.progress.splits.pop();
     }
 
     fn param<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -327,7 +321,7 @@ impl<B: ModelBackend> ParamMapper for ShardingInit<'_, B> {
     }
 
     fn random_source<R: RandomSource>(&mut self, source: R) -> R {
-        let split = self.progress.splits.last().copied().flatten();
-        source.with_stream(self.setup.random, &self.progress.path.join(&[]), split)
+        let path = &self.progress.path;
+        source.with_stream(self.setup.random, &path.join(&[]), path.split())
     }
 }

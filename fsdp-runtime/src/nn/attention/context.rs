@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use crate::backend::ops::{AttentionRule, KeyRanges, Places, Segments, WeightPlaces};
+use crate::backend::ops::{AttentionRule, KeyRanges, Segments, WeightPlaces};
 use crate::error::raise;
 use crate::layout::ContextPart;
 use crate::module::{RunningForward, Runtime};
@@ -61,10 +61,8 @@ impl Context {
             let of_row = |row: usize| queries.indices().map(move |query| of_query(row, query));
             Segments::of_ranges((0..batch).flat_map(of_row).collect(), queries.len())
         });
-        let places = rule.places.map(|places| WeightPlaces {
-            queries: Places::blocks(self.queries.length(), self.queries.blocks()),
-            ..places
-        });
+        let queries = self.queries.places();
+        let places = rule.places.map(|places| WeightPlaces { queries, ..places });
         AttentionRule { causal: false, window: None, segments, places, ..rule.clone() }
     }
 }

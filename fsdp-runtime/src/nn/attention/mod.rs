@@ -9,7 +9,7 @@ use burn::tensor::{DType, Tensor};
 use self::composed::composed;
 use self::context::Context;
 pub use self::options::AttentionOptions;
-use crate::backend::ops::{AttentionRule, WeightPlaces, attention_tracked};
+use crate::backend::ops::{AttentionRule, WeightPlaces, attention_tracked, wide};
 use crate::module::RunningForward;
 
 /// Returns the bytes that [`attention`] keeps for backward, if a tensor is tracked and there is no padding
@@ -23,8 +23,7 @@ pub fn attention_bytes(query: [usize; 4], value: [usize; 4], dtype: DType) -> us
     let [batch, heads, queries, width] = query;
     let [_, key_heads, keys, value_width] = value;
     let elements = (heads * queries + key_heads * keys) * (width + value_width);
-    let statistics = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    batch * (elements * dtype.size() + heads * queries * statistics.size())
+    batch * (elements * dtype.size() + heads * queries * wide(dtype).size())
 }
 
 /// Computes `softmax(query · keyᵀ / √width) · value` for each head, and keeps no matrix of
@@ -57,8 +56,8 @@ pub fn attention_bytes(query: [usize; 4], value: [usize; 4], dtype: DType) -> us
 /// this rank's [part](crate::ContextPart) of each row. The ranks exchange keys and values, and each computes the
 /// outputs of its own queries. Only this rank's part is kept for backward, which gets keys and values again
 /// and adds up their gradients. Segments and the padding mask are those of whole rows.
-/// [`ContextExchange`](crate::options::ContextExchange) says whether keys and values of whole rows exist at a time, or those
-/// of two ranks.
+/// [`ContextExchange`](crate::options::ContextExchange) says whether a rank has the keys and values of whole rows at
+/// a time, or those of two ranks.
 ///
 /// # Shapes
 ///

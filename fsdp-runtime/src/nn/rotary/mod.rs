@@ -9,11 +9,11 @@ mod scaling;
 mod tests;
 
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay};
-use burn::tensor::{DType, FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 
 pub use self::config::{RotaryEncodingConfig, RotaryPairs};
 pub use self::scaling::{RotaryScaling, YarnScaling};
-use crate::backend::ops::{RotaryRule, rotate_tracked};
+use crate::backend::ops::{RotaryRule, rotate_tracked, wide};
 use crate::module::{FsdpModule, Kind, Node, ParamMapper, ParamVisitor, RunningForward};
 
 /// Encodes positions by rotating pairs of elements of queries and keys: pair `(a, b)` of a row at position `p`
@@ -180,7 +180,7 @@ impl RotaryEncoding {
     ) -> Tensor<4> {
         let dims @ [batch, heads, length, width] = x.dims();
         let (half, dtype) = (width / 2, x.dtype());
-        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let wide = wide(dtype);
         let angles: Tensor<4> = match positions {
             None => self.table.clone().narrow(0, start, length).reshape([1, 1, length, width]),
             Some(positions) => {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use crate::module::{Child, FsdpModule, ModulePath, ParamVisitor};
+use crate::module::{Child, FsdpModule, ModulePath, ParamVisitor, Split};
 
 /// A group of fields of one struct.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,6 +43,11 @@ impl Position {
     /// Returns the module path with the segments `below` appended.
     pub(super) fn join(&self, below: &[String]) -> String {
         self.path.join(below)
+    }
+
+    /// Returns how the field, or the one around it, is split over tensor parallel ranks.
+    pub(super) fn split(&self) -> Option<Split> {
+        self.path.split()
     }
 
     /// Returns the group, if the position is in one.

@@ -17,7 +17,7 @@ use super::wrapped_units::{wraps, wraps_field, wraps_group};
 use crate::backend::check_device;
 use crate::error::ShardError;
 use crate::layout::StorageType;
-use crate::module::{Child, FsdpModule, Node, ParamVisitor, Sharded, Split, Tie, UnitType};
+use crate::module::{Child, FsdpModule, Node, ParamVisitor, Sharded, Tie, UnitType};
 use crate::options::{ActivationCheckpointing, FsdpOptions, WrapPolicy};
 
 /// A visitor that records every unit and parameter of a module.
@@ -33,8 +33,6 @@ pub(super) struct Inventory<'a> {
     key: Vec<String>,
     /// Whether the checkpoint stores each of these fields transposed.
     transposed: Vec<bool>,
-    /// How each of these fields, or the one around it, is split over tensor parallel ranks.
-    splits: Vec<Option<Split>>,
     /// Names of the types at the position, outermost first, the model's included.
     type_names: Vec<&'static str>,
     /// Numbers of the units at the current position, outermost first. A module that the wrap policy
@@ -62,7 +60,6 @@ impl<'a> Inventory<'a> {
             position: Position::default(),
             key: Vec::new(),
             transposed: Vec::new(),
-            splits: Vec::new(),
             type_names: vec![M::LAYOUT.ty],
             stack: Vec::new(),
             group_sizes: match options.wrap {
@@ -255,7 +252,7 @@ impl<'a> Inventory<'a> {
         let frozen = !is_trained(param, self.options.knows_frozen());
         let id = param.id;
         let module = self.module_number();
-        let layer_split = self.splits.last().copied().flatten();
+        let layer_split = self.position.split();
         let param = FoundParam {
             path,
             key,
@@ -292,8 +289,6 @@ impl ParamVisitor for Inventory<'_> {
         let key = index.map_or_else(|| child.key_or_name().to_string(), |index| index.to_string());
         self.key.push(key);
         self.transposed.push(child.transposed);
-        let around = self.splits.last().copied().flatten();
-        self.splits.push(child.split.or(around));
         self.type_names.push(child.node.type_name());
         self.add_ties(child.node.without_option());
     }
@@ -302,7 +297,6 @@ impl ParamVisitor for Inventory<'_> {
         self.position.exit();
         self.key.pop();
         self.transposed.pop();
-        self.splits.pop();
         self.type_names.pop();
     }
 

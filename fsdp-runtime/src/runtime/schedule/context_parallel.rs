@@ -10,8 +10,8 @@ use fsdp_kernels::AttentionRule;
 
 use super::core::Schedule;
 use super::counters::count;
-use super::sum_of_part::{flattened, narrowed};
-use crate::backend::ops::{Arriving, ContextRanks, attention_among};
+use super::sum_of_part::{flattened, split_flat};
+use crate::backend::ops::{Arriving, ContextRanks, attention_among, narrowed, of_part};
 use crate::backend::{Float, ModelBackend, Raw, RawFloat, ShardBackend};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup};
@@ -49,24 +49,11 @@ impl<B: ModelBackend> Schedule<B> {
         group.expect("attention knows of context parallel ranks where there are some")
     }
 
-    /// Returns flat buffers of tensors, joined, and a function that takes tensors of their shapes out of such a buffer.
-    fn packed(
-        &self,
-        tensors: Vec<Float<B>>,
-    ) -> (RawFloat<B>, impl Fn(&RawFloat<B>) -> Vec<RawFloat<B>> + use<B>) {
-        let shapes: Vec<_> = tensors.iter().map(TensorMetadata::shape).collect();
+    /// Returns a flat buffer of the elements of tensors, and their shapes.
+    fn packed(&self, tensors: Vec<Float<B>>) -> (RawFloat<B>, Vec<Shape>) {
+        let shapes = tensors.iter().map(TensorMetadata::shape).collect();
         let flat = self.lower_values(tensors).into_iter().map(flattened::<Raw<B>>);
-        let flat = Raw::<B>::float_cat(flat.collect(), 0);
-        let unpacked = move |flat: &RawFloat<B>| {
-            let mut start = 0;
-            let tensor = |shape: &Shape| {
-                let range = start..start + shape.num_elements();
-                start = range.end;
-                Raw::<B>::float_reshape(narrowed::<Raw<B>>(flat, 0, range), shape.clone())
-            };
-            shapes.iter().map(tensor).collect()
-        };
-        (flat, unpacked)
+        (Raw::<B>::float_cat(flat.collect(), 0), shapes)
     }
 
     fn context_size(&self) -> WorldSize {
@@ -93,18 +80,21 @@ impl<B: ModelBackend> ContextRanks<B> for Schedule<B> {
 
     fn pass_on(&self, tensors: Vec<Float<B>>) -> Result<Arriving<B>, Error> {
         count(&self.counters.context_exchanges);
-        let (flat, unpacked) = self.packed(tensors);
+        let (flat, shapes) = self.packed(tensors);
         let op = Op::new("send_recv", "keys and values").of(flat.shape().num_elements());
         let device = self.device.clone();
         let work = self.issue(self.context_group(), move |group| {
             ProcessGroup::<Raw<B>>::rotate(group, &op, &device, flat)
         });
-        Ok(Box::new(move || Ok(unpacked(&work.wait()?).into_iter().map(B::raise).collect())))
+        Ok(Box::new(move || {
+            let tensors = split_flat::<Raw<B>>(&work.wait()?, &shapes);
+            Ok(tensors.into_iter().map(B::raise).collect())
+        }))
     }
 
     fn join(&self, parts: [Float<B>; 2]) -> Result<[Float<B>; 2], Error> {
         count(&self.counters.context_exchanges);
-        let (flat, unpacked) = self.packed(parts.into());
+        let (flat, shapes) = self.packed(parts.into());
         let op = Op::new("all_gather", "keys and values").of(flat.shape().num_elements());
         let device = self.device.clone();
         let all = self.issue(self.context_group(), move |group| {
@@ -113,7 +103,8 @@ impl<B: ModelBackend> ContextRanks<B> for Schedule<B> {
         let all = all.wait()?;
         let mut keys = Vec::new();
         let mut values = Vec::new();
-        for part in all.iter().flatten().map(unpacked) {
+        for part in all.iter().flatten() {
+            let part = split_flat::<Raw<B>>(part, &shapes);
             let [key, value] = <[_; 2]>::try_from(part).expect("two tensors were joined");
             keys.push(key);
             values.push(value);
@@ -136,19 +127,14 @@ impl<B: ModelBackend> ContextRanks<B> for Schedule<B> {
             let mut of_rank = Vec::new();
             for (tensor, length) in whole.iter().zip(lengths) {
                 let part = self.context_part(length, rank)?;
-                of_rank.push(flattened::<Raw<B>>(of_part::<Raw<B>>(tensor, part)));
+                of_rank.push(flattened::<Raw<B>>(of_part::<Raw<B>>(tensor, LENGTH, part)));
             }
             parts.push(Raw::<B>::float_cat(of_rank, 0));
         }
         let what = "gradients of keys and values";
         let sum = self.sum_of_part(self.context_group(), (own, ranks), what, parts)?;
-        let mut start = 0;
-        Ok(shapes.map(|shape| {
-            let range = start..start + shape.num_elements();
-            start = range.end;
-            let flat = narrowed::<Raw<B>>(&sum, 0, range);
-            B::raise(Raw::<B>::float_reshape(flat, shape))
-        }))
+        let sums = split_flat::<Raw<B>>(&sum, &shapes);
+        Ok(<[_; 2]>::try_from(sums).expect("two tensors were added").map(B::raise))
     }
 }
 
@@ -158,10 +144,4 @@ fn in_order<B: ShardBackend>(parts: &[Float<B>]) -> Float<B> {
     let early = parts.iter().map(|part| narrowed::<B>(part, LENGTH, 0..block));
     let late = parts.iter().rev().map(|part| narrowed::<B>(part, LENGTH, block..2 * block));
     B::float_cat(early.chain(late).collect(), LENGTH)
-}
-
-/// Returns a part of whole rows.
-fn of_part<B: ShardBackend>(whole: &Float<B>, part: ContextPart) -> Float<B> {
-    let blocks = part.blocks().map(|block| narrowed::<B>(whole, LENGTH, block));
-    B::float_cat(blocks.into(), LENGTH)
 }

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Shape, Slice};
+use burn::tensor::{DType, Shape};
 
 use super::core::Schedule;
+use crate::backend::ops::narrowed;
 use crate::backend::{Float, ModelBackend, Raw, RawFloat, ShardBackend, cast};
 use crate::collectives::group::AnyProcessGroup;
 use crate::collectives::{Op, ProcessGroup, Reduce, ReduceScatter};
@@ -64,16 +65,15 @@ pub(super) fn flattened<B: ShardBackend>(tensor: Float<B>) -> Float<B> {
     B::float_reshape(tensor, Shape::from([numel]))
 }
 
-/// Returns a part of a tensor along one dimension.
-pub(super) fn narrowed<B: ShardBackend>(
-    tensor: &Float<B>,
-    dim: usize,
-    range: std::ops::Range<usize>,
-) -> Float<B> {
-    let dims = tensor.shape();
-    let range = |(at, &size): (usize, &usize)| if at == dim { range.clone() } else { 0..size };
-    let slices: Vec<_> = dims.iter().enumerate().map(range).map(Slice::from).collect();
-    B::float_slice(tensor.clone(), &slices)
+/// Returns the tensors of these shapes of which a flat one was joined.
+pub(super) fn split_flat<B: ShardBackend>(flat: &Float<B>, shapes: &[Shape]) -> Vec<Float<B>> {
+    let mut start = 0;
+    let tensor = |shape: &Shape| {
+        let range = start..start + shape.num_elements();
+        start = range.end;
+        B::float_reshape(narrowed::<B>(flat, 0, range), shape.clone())
+    };
+    shapes.iter().map(tensor).collect()
 }
 
 #[cfg(test)]

@@ -8,11 +8,11 @@ use cubecl::prelude::*;
 
 use crate::cube::buffer_slice::BufferSlice;
 use crate::cube::device::rounds_in_integers;
-use crate::cube::philox::random_blocks;
+use crate::cube::philox::{draw_pairs, random_blocks};
 use crate::cube::rounding::narrowed;
 use crate::cube::span::grid;
 use crate::cube::tensors::{contiguous, element, empty};
-use crate::mask::{BATCH, LOW_BYTES, MaskPart, MaskSource, Places, SIGN};
+use crate::mask::{BATCH, MaskPart, MaskSource, Places, SIGN};
 use crate::philox::LANES;
 
 /// Places of a part of a dimension: two blocks.
@@ -71,12 +71,8 @@ fn dropout_part_kernel<F: Float, N: Size>(
         let mut pair = 0u32;
         #[unroll]
         for word in 0..4usize {
-            let upper = words[word].extract(0usize);
-            let next = words[comptime!((word + 1) % 4)].extract(0usize);
-            let lower = next ^ words[comptime!((word + 2) % 4)].extract(0usize);
-            let (low, high) = comptime!((LOW_BYTES, !LOW_BYTES));
-            let odd = upper & high | lower & low;
-            let even = (upper & low) << 8u32 | (lower & high) >> 8u32;
+            let pairs = draw_pairs::<Const<1>>(&words, word);
+            let (odd, even) = (pairs[0].extract(0usize), pairs[1].extract(0usize));
             let of_word = select(half % 2 == 0, odd, even);
             pair = select(half / 2 == word, of_word, pair);
         }

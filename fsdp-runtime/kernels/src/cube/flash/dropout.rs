@@ -12,9 +12,9 @@ use super::plan::Plan;
 use super::scores::Sums;
 use super::shape::AttentionShape;
 use crate::attention::{MaskRow, WeightPlaces};
-use crate::cube::philox::random_blocks;
+use crate::cube::philox::{draw_pairs, random_blocks};
 use crate::cube::span::grid;
-use crate::mask::{BATCH, LOW_BYTES, MaskSource, SIGN};
+use crate::mask::{BATCH, MaskSource, SIGN};
 use crate::philox::LANES;
 
 /// Number of bits of a word of the mask.
@@ -130,12 +130,9 @@ fn flash_mask_kernel(
             let words = random_blocks::<Const<1>>(first, key_0, key_1, place_0, place_1);
             #[unroll]
             for word in 0..4usize {
-                let upper = words[word].extract(0usize);
-                let next = words[comptime!((word + 1) % 4)].extract(0usize);
-                let lower = next ^ words[comptime!((word + 2) % 4)].extract(0usize);
-                let (low, high) = comptime!((LOW_BYTES, !LOW_BYTES));
-                let first = kept(upper & high | lower & low, threshold);
-                let second = kept((upper & low) << 8u32 | (lower & high) >> 8u32, threshold);
+                let pairs = draw_pairs::<Const<1>>(&words, word);
+                let first = kept(pairs[0].extract(0usize), threshold);
+                let second = kept(pairs[1].extract(0usize), threshold);
                 let place = 2u32 * lane as u32;
                 bits[comptime!(2 * word)] |= first << place;
                 bits[comptime!(2 * word + 1)] |= second << place;

@@ -7,12 +7,14 @@
 //!
 //! Source: Liu, Zaharia and Abbeel, [*Ring Attention*](https://arxiv.org/abs/2310.01889), 2023.
 
-use burn::backend::TensorMetadata;
-use burn::tensor::{DType, Shape, Slice};
-use fsdp_kernels::{AttentionRule, AttentionTensors, Float, Places, WeightPlaces};
+use std::ops::Range;
+
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{Shape, Slice};
+use fsdp_kernels::{AttentionRule, AttentionTensors, Float, WeightPlaces, wide};
 
 use super::{Arriving, ContextRanks, backward as backward_of_part, forward as forward_of_part};
-use crate::backend::model_backend::ModelBackend;
+use crate::backend::model_backend::{ModelBackend, cast_model};
 use crate::error::Error;
 use crate::layout::ContextPart;
 
@@ -32,7 +34,8 @@ pub(super) fn forward<B: ModelBackend>(
             return Ok(());
         }
         let [output, statistics] = forward_of_part::<B>(tensors, of_part);
-        let results = [widened::<B>(output), statistics].map(by_query::<B>);
+        let output = cast_model::<B>(output, wide(dtype));
+        let results = [output, statistics].map(by_query::<B>);
         sums = Some(match sums.take() {
             Some(sums) => merged::<B>([sums, results]),
             None => results,
@@ -40,7 +43,7 @@ pub(super) fn forward<B: ModelBackend>(
         Ok(())
     })?;
     let [output, statistics] = sums.expect("a rank computes its own part");
-    Ok([B::float_cast(output, dtype.into()), statistics].map(by_query::<B>))
+    Ok([cast_model::<B>(output, dtype), statistics].map(by_query::<B>))
 }
 
 /// Swaps heads and queries. Heads of a query lie together in the sums, so that the layer after attention takes them
@@ -68,7 +71,7 @@ pub(super) fn backward<B: ModelBackend>(
         let of_part = rule_of(rule, part);
         let found = sees_keys(&of_part).then(|| {
             let grads = backward_of_part::<B>(tensors, results, grad, of_part);
-            grads.map(widened::<B>)
+            grads.map(|tensor| cast_model::<B>(tensor, wide(dtype)))
         });
         let earlier = arriving.take().map(|arrive| arrive()).transpose()?;
         let of_keys = match (found, earlier) {
@@ -88,7 +91,7 @@ pub(super) fn backward<B: ModelBackend>(
     let arrive = arriving.expect("a ring has ranks");
     let [key, value] = <[_; 2]>::try_from(arrive()?).expect("two tensors were sent");
     let query = of_query.unwrap_or_else(|| zeros::<B>(query_shape, grad));
-    Ok([query, key, value].map(|tensor| B::float_cast(tensor, dtype.into())))
+    Ok([query, key, value].map(|tensor| cast_model::<B>(tensor, dtype)))
 }
 
 /// Calls `f` with each rank's part of the keys and values, and with the part. This rank's own comes first. While `f`
@@ -106,7 +109,7 @@ fn for_each_part<B: ModelBackend>(
             Some(_) => Some(ranks.pass_on(vec![key.clone(), value.clone()])?),
             None => None,
         };
-        let bias = bias.as_ref().map(|bias| columns::<B>(bias, part));
+        let bias = bias.as_ref().map(|bias| of_part::<B>(bias, 1, part));
         f(AttentionTensors { query: query.clone(), key, value, bias }, part)?;
         let Some(arrive) = next else { break };
         [key, value] = <[_; 2]>::try_from(arrive()?).expect("two tensors were sent");
@@ -117,10 +120,7 @@ fn for_each_part<B: ModelBackend>(
 /// Returns the rule for a part of the keys. A segment of a query has the keys of the part that the query sees.
 fn rule_of(rule: &AttentionRule, part: ContextPart) -> AttentionRule {
     let segments = rule.segments.as_ref();
-    let places = rule.places.map(|places| WeightPlaces {
-        keys: Places::blocks(part.length(), part.blocks()),
-        ..places
-    });
+    let places = rule.places.map(|places| WeightPlaces { keys: part.places(), ..places });
     let segments = segments.map(|segments| segments.renumbered(|key| part.before(key)));
     AttentionRule { segments, places, ..rule.clone() }
 }
@@ -130,13 +130,17 @@ fn sees_keys(rule: &AttentionRule) -> bool {
     rule.segments.as_ref().is_none_or(|segments| segments.has_keys())
 }
 
-/// Returns the columns of a part of whole rows, `[batch, length]`.
-fn columns<B: ModelBackend>(rows: &Float<B>, part: ContextPart) -> Float<B> {
-    let batch = rows.shape()[0];
-    let block = |block: std::ops::Range<usize>| {
-        B::float_slice(rows.clone(), &[Slice::from(0..batch), Slice::from(block)])
-    };
-    B::float_cat(part.blocks().map(block).into(), 1)
+/// Returns a part of a tensor that has whole rows along dimension `dim`.
+pub(crate) fn of_part<B: Backend>(whole: &Float<B>, dim: usize, part: ContextPart) -> Float<B> {
+    B::float_cat(part.blocks().map(|block| narrowed::<B>(whole, dim, block)).into(), dim)
+}
+
+/// Returns a part of a tensor along one dimension.
+pub(crate) fn narrowed<B: Backend>(tensor: &Float<B>, dim: usize, range: Range<usize>) -> Float<B> {
+    let dims = tensor.shape();
+    let range = |(at, &size): (usize, &usize)| if at == dim { range.clone() } else { 0..size };
+    let slices: Vec<_> = dims.iter().enumerate().map(range).map(Slice::from).collect();
+    B::float_slice(tensor.clone(), &slices)
 }
 
 /// Returns the results of attention with the keys of two, each an output in f32 or f64 and row statistics, by query.
@@ -147,11 +151,7 @@ fn merged<B: ModelBackend>(results: [[Float<B>; 2]; 2]) -> [Float<B>; 2] {
     let powers = B::float_exp(B::float_sub(logs.clone(), top.clone()));
     let log = B::float_add(top, B::float_log(B::float_sum_dim(powers, 3)));
     let shares = B::float_exp(B::float_sub(logs, log.clone()));
-    let share = |at: usize| {
-        let [batch, queries, heads, _] = shares.shape().dims();
-        let ranges = [0..batch, 0..queries, 0..heads, at..at + 1];
-        B::float_slice(shares.clone(), &ranges.map(Slice::from))
-    };
+    let share = |at: usize| narrowed::<B>(&shares, 3, at..at + 1);
     let sum = B::float_add(B::float_mul(a, share(0)), B::float_mul(b, share(1)));
     [sum, log]
 }
@@ -163,16 +163,7 @@ fn added<B: ModelBackend>(sum: Option<Float<B>>, tensor: Float<B>) -> Float<B> {
     }
 }
 
-/// Returns a tensor in the dtype of sums: f64 for f64, else f32.
-fn widened<B: ModelBackend>(tensor: Float<B>) -> Float<B> {
-    match tensor.dtype() {
-        DType::F64 | DType::F32 => tensor,
-        _ => B::float_cast(tensor, DType::F32.into()),
-    }
-}
-
 /// Returns zeros in the dtype of sums for a tensor like `like`.
 fn zeros<B: ModelBackend>(shape: Shape, like: &Float<B>) -> Float<B> {
-    let dtype = if like.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    B::float_zeros(shape, &like.device(), dtype.into())
+    B::float_zeros(shape, &like.device(), wide(like.dtype()).into())
 }
