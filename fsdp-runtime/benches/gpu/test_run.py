@@ -176,6 +176,8 @@ class Programs(StandIns):
         self.assertAlmostEqual(comparison["ours_to_torch_by_shape"]["1024"], 2.0)
         self.assertIn("bf16", record["commands"][0]["argv"])
         self.assertEqual(record["commands"][1]["env"]["DTYPE"], "bf16")
+        self.assertEqual(record["commands"][-1]["env"]["FSDP_ATTENTION_KERNEL"], "0")
+        self.assertAlmostEqual(comparison["scores_in_memory"]["2048"], 0.06)
         # A side that has not measured all shapes has no measure.
         self.program("bin/attention", f"cat <<'END'\n{line(1024, False, 0.1)}\nEND\nexit 1")
         code, record = self.run_step("attention-f32")
@@ -212,6 +214,13 @@ class Programs(StandIns):
         self.assertEqual((comparison["ours"]["median"], comparison["torch"]["median"]), (400.0, 2000.0))
         self.assertEqual(comparison["rows"], 2)
         self.assertEqual(code, 0)
+
+    def test_attention_that_fails_its_check_fails_the_step(self) -> None:
+        warning = f"echo 'attention of BF16 {speed.FAILED_CHECK}: ..' >&2"
+        self.program("bin/gpt_pretrain", f"""for i in 1 2 3; do echo '{{"wps": "7"}}'; done; {warning}""")
+        (self.folder / "torch_gpt.py").write_text("print('{\"update\": 1, \"seconds\": 1}\\n' * 3)")
+        code, record = self.run_step("gpt-1.3b")
+        self.assertEqual((code, set(self.failed(record))), (1, {"attention passes its check"}))
 
     def test_a_batch_that_does_not_fit_is_halved(self) -> None:
         script = """case "$*" in *size\\ 2*) exit 1 ;; *) for i in 1 2 3; do echo '{"wps": "7"}'; done ;; esac"""

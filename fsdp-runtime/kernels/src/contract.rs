@@ -191,8 +191,8 @@ pub trait Kernels: Backend {
     ) -> Vec<Float<Self>>;
 
     /// Rotates the pairs of elements of each row by the angles of its position: `(a, b)` becomes
-    /// `(a · cos - b · sin, b · cos + a · sin)`. Computed in f32. The result is contiguous, and the input
-    /// need not be.
+    /// `(a · cos - b · sin, b · cos + a · sin)`. Computed in f32. The input need not be
+    /// contiguous.
     ///
     /// Positions beyond the table panic on Flex. On CubeCL devices, whose positions the host does not
     /// read, their rows are NaN.

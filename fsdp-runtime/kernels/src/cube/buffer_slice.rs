@@ -5,6 +5,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::accesses;
+
 /// Elements of one buffer from element `start` to the end of the buffer.
 #[derive(Clone)]
 pub struct BufferSlice {
@@ -54,6 +56,12 @@ impl BufferSlice {
 
     /// Returns the whole buffer, from its element 0 on, as a kernel argument.
     pub(super) fn buffer_arg(&self) -> BufferArg {
+        self.argument_of(self.len())
+    }
+
+    /// Returns [`buffer_arg`](Self::buffer_arg) of a kernel that accesses `elements` elements.
+    pub(super) fn argument_of(&self, elements: usize) -> BufferArg {
+        accesses::bound(elements, self.dtype);
         // SAFETY: the length is that of the handle.
         unsafe { BufferArg::from_raw_parts(self.handle.clone(), self.buffer_len()) }
     }

@@ -49,14 +49,15 @@ impl Launch<'_> {
     /// Returns the index of each span's first vector in the corresponding buffer of
     /// [`buffers`](Self::buffers).
     pub(super) fn firsts<S: FromIterator<usize>>(&self, slice: usize) -> S {
-        let first = |(job, span): &(usize, Span)| span.argument(&self.jobs[*job].slices[slice]).1;
+        let first = |(job, span): &(usize, Span)| span.first(&self.jobs[*job].slices[slice]);
         self.parts.iter().map(first).collect()
     }
 
     /// Returns the buffer that holds slice number `slice` of every job, for launches in which all
     /// jobs share it.
     pub(super) fn shared_buffer(&self, slice: usize) -> BufferArg {
-        self.first_job().slices[slice].buffer_arg()
+        let of_spans = self.parts.iter().map(|(_, span)| span.count * span.width);
+        self.first_job().slices[slice].argument_of(of_spans.sum())
     }
 
     /// Returns the index of each span's first vector in [`shared_buffer`](Self::shared_buffer).

@@ -59,4 +59,6 @@ pub use self::device::cpu_rounds_to_bf16;
 pub use self::lend::{Lent, lend};
 #[cfg(feature = "cuda")]
 pub use self::product::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
+#[cfg(feature = "cpu")]
+pub use self::product::{CountedProduct, count_products};
 pub use self::tensors::{contiguous, empty};

@@ -1,7 +1,7 @@
 //! Rotary position encoding in one kernel. Computed in f32.
 //!
 //! The input is read through its strides, so that heads that are views of `[batch, length, heads,
-//! width]` need no copy.
+//! width]` need no copy. The result lies in memory in the same order.
 
 use burn::backend::TensorMetadata;
 use burn_cubecl::tensor::CubeTensor;
@@ -12,7 +12,7 @@ use super::buffer_slice::BufferSlice;
 use super::device::rounds_in_integers;
 use super::rounding::narrowed;
 use super::span::{Span, grid, row_span};
-use super::tensors::{contiguous, element, empty};
+use super::tensors::{contiguous, element, empty_heads};
 use crate::rotary::{RotaryRule, RotaryTensors};
 
 /// Shape of the rows of a launch. Lengths and strides count vectors.
@@ -32,6 +32,12 @@ struct HeadRows {
     head_stride: usize,
     /// Vectors from one row of the input to the next.
     row_stride: usize,
+    /// Vectors from one batch element of the target to the next.
+    target_batch_stride: usize,
+    /// Vectors from one head of the target to the next.
+    target_head_stride: usize,
+    /// Vectors from one row of the target to the next.
+    target_row_stride: usize,
     /// Position of a head's first row, if there is no tensor of positions.
     start: usize,
     /// Number of positions in the table.
@@ -92,7 +98,10 @@ fn rotate_kernel<F: Float, N: Size>(
             + at * shape.row_stride;
         let a = Vector::<f32, N>::cast_from(source[first + left]);
         let b = Vector::<f32, N>::cast_from(source[first + right]);
-        let written = to + row * 2 * shape.half;
+        let written = to
+            + batch * shape.target_batch_stride
+            + head % shape.heads * shape.target_head_stride
+            + at * shape.target_row_stride;
         target[written + left] = narrowed(a * cos - b * sin, integers);
         target[written + right] = narrowed(b * cos + a * sin, integers);
     }
@@ -152,7 +161,8 @@ pub(super) fn rotate(tensors: RotaryTensors<CubeTensor>, rule: &RotaryRule) -> C
     );
     let of_positions = positions.as_ref().map_or(batch * length, |it| it.shape().num_elements());
     assert_eq!(of_positions, batch * length, "a position for each row of a batch element");
-    let target = empty(&tensor, tensor.shape(), tensor.dtype);
+    let target = empty_heads(&tensor, shape, tensor.dtype);
+    let (target, target_strides) = with_whole_rows(target);
     let client = tensor.client.clone();
     let slices = [&tensor, &table, &target].map(BufferSlice::of);
     let last: usize = strides.iter().zip(shape).map(|(stride, size)| stride * (size - 1)).sum();
@@ -164,6 +174,7 @@ pub(super) fn rotate(tensors: RotaryTensors<CubeTensor>, rule: &RotaryRule) -> C
     let [(read, from), (angles, table_from), (write, to)] =
         slices.each_ref().map(|slice| span.argument(slice));
     let [batch_stride, head_stride, row_stride] = strides.map(|stride| stride / span.width);
+    let target_strides = target_strides.map(|stride| stride / span.width);
     let positions = positions.as_ref().map(BufferSlice::of);
     let position_firsts = positions.iter().map(|slice| slice.start).collect();
     let positions = positions.iter().map(BufferSlice::buffer_arg).collect();
@@ -192,6 +203,9 @@ pub(super) fn rotate(tensors: RotaryTensors<CubeTensor>, rule: &RotaryRule) -> C
                 batch_stride,
                 head_stride,
                 row_stride,
+                target_strides[0],
+                target_strides[1],
+                target_strides[2],
                 rule.start,
                 known,
                 sign,

@@ -22,11 +22,17 @@ impl Span {
     /// vector.
     pub(super) fn argument(&self, slice: &BufferSlice) -> (BufferArg, usize) {
         let first = slice.start + self.start;
+        let elements = (self.count * self.width).min(slice.len().saturating_sub(self.start));
         if !self.unaligned_io {
-            return (slice.buffer_arg(), first / self.width);
+            return (slice.argument_of(elements), self.first(slice));
         }
         let handle = slice.handle.clone().offset_start((first * slice.dtype.size()) as u64);
-        (BufferSlice { handle, ..slice.clone() }.buffer_arg(), 0)
+        (BufferSlice { handle, ..slice.clone() }.argument_of(elements), 0)
+    }
+
+    /// Returns the index that [`argument`](Self::argument) returns.
+    pub(super) fn first(&self, slice: &BufferSlice) -> usize {
+        if self.unaligned_io { 0 } else { (slice.start + self.start) / self.width }
     }
 
     /// Returns a grid with one thread for each vector.

@@ -15,7 +15,7 @@ use super::product::{MatrixProduct, ScalarProduct};
 use super::query_grads_kernel::flash_query_grads_kernel;
 use crate::cube::buffer_slice::BufferSlice;
 use crate::cube::span::grid;
-use crate::cube::tensors::{contiguous, element, empty};
+use crate::cube::tensors::{contiguous, element, empty, empty_heads, is_interleaved};
 
 /// What the backward kernels need of the forward pass, and the gradient of its output.
 struct Saved {
@@ -35,7 +35,7 @@ pub(super) fn backward(
     [output, logs]: &[CubeTensor; 2],
     grad: &CubeTensor,
 ) -> Option<[CubeTensor; 3]> {
-    let output = in_chunks(contiguous(output.clone()))?;
+    let output = in_chunks(output.clone())?;
     let (logs, grad) = (contiguous(logs.clone()), in_chunks(grad.clone())?);
     let rows = attention.batch * attention.heads * attention.queries();
     assert_eq!(logs.dtype, DType::F32, "statistics are in f32");
@@ -58,9 +58,8 @@ fn means(
     let (heads, queries) = (attention.heads, attention.queries());
     let means = empty(output, Shape::from([attention.batch, heads, queries, 1]), DType::F32);
     let plan = attention.plan(Pass::Forward);
-    assert!(rows * plan.width <= BufferSlice::of(output).len(), "a row for each query");
     let (count, dim) = grid(&attention.client, rows);
-    // SAFETY: the assertion and `in_chunks` checked that the buffers hold the rows. The kernel reads only these, and
+    // SAFETY: `in_chunks` checked that the buffers hold the rows. The kernel reads only these, and
     // writes a number for each, which the new tensor has.
     unsafe {
         flash_means_kernel::launch_unchecked(
@@ -70,6 +69,7 @@ fn means(
             argument(output),
             argument(grad),
             argument(&means),
+            strides(output),
             strides(grad),
             rows,
             heads,
@@ -85,7 +85,7 @@ fn query_grads(attention: &Attention<'_>, saved: &Saved) -> CubeTensor {
     let Attention { client, tensors, .. } = attention;
     let query = &tensors.query;
     let plan = attention.plan(Pass::QueryGrads);
-    let target = empty(query, query.shape(), query.dtype);
+    let target = empty_heads(query, query.shape().dims(), query.dtype);
     let count = cubes(attention, attention.queries(), attention.heads, &plan);
     let launch = match plan.fragments {
         Fragments::Matrix => flash_query_grads_kernel::launch_unchecked::<MatrixProduct>,
@@ -110,6 +110,7 @@ fn query_grads(attention: &Attention<'_>, saved: &Saved) -> CubeTensor {
             argument(&target),
             attention.shape(),
             strides(&saved.grad),
+            strides(&target),
             plan,
             element(query.dtype),
         );
@@ -121,7 +122,8 @@ fn key_grads(attention: &Attention<'_>, saved: &Saved) -> [CubeTensor; 2] {
     let Attention { client, tensors, .. } = attention;
     let (query, key) = (&tensors.query, &tensors.key);
     let plan = attention.plan(Pass::KeyGrads);
-    let targets = [0, 1].map(|_| empty(key, key.shape(), key.dtype));
+    let value = &tensors.value;
+    let targets = [0, 1].map(|_| empty_heads(value, value.shape().dims(), value.dtype));
     let count = cubes(attention, attention.keys(), attention.key_heads, &plan);
     let launch = match plan.fragments {
         Fragments::Matrix => flash_key_grads_kernel::launch_unchecked::<MatrixProduct>,
@@ -147,6 +149,7 @@ fn key_grads(attention: &Attention<'_>, saved: &Saved) -> [CubeTensor; 2] {
             argument(&targets[1]),
             attention.shape(),
             strides(&saved.grad),
+            is_interleaved(value),
             plan,
             element(query.dtype),
         );

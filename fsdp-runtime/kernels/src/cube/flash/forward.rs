@@ -4,21 +4,21 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::attention::Attention;
+use super::attention::{Attention, strides};
 use super::dropout::Mask;
 use super::forward_kernel::flash_forward_kernel;
 use super::fragments::Fragments;
 use super::plan::Pass;
 use super::product::{MatrixProduct, ScalarProduct};
 use crate::cube::buffer_slice::BufferSlice;
-use crate::cube::tensors::{element, empty};
+use crate::cube::tensors::{element, empty, empty_heads};
 
 /// Returns the output and the statistics.
 pub(super) fn forward(attention: &Attention<'_>) -> [CubeTensor; 2] {
     let Attention { client, tensors, batch, heads, .. } = attention;
     let (query, queries) = (&tensors.query, attention.queries());
     let plan = attention.plan(Pass::Forward);
-    let output = empty(query, Shape::from([*batch, *heads, queries, plan.width]), query.dtype);
+    let output = empty_heads(query, [*batch, *heads, queries, plan.width], query.dtype);
     let statistics = empty(query, Shape::from([*batch, *heads, queries, 1]), DType::F32);
     let tiles = queries.div_ceil(plan.rows());
     let count = CubeCount::Static(tiles as u32, *heads as u32, *batch as u32);
@@ -44,6 +44,7 @@ pub(super) fn forward(attention: &Attention<'_>) -> [CubeTensor; 2] {
             argument(&output),
             argument(&statistics),
             attention.shape(),
+            strides(&output),
             plan,
             element(query.dtype),
         );

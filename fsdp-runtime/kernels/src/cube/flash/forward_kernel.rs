@@ -6,14 +6,14 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
 use super::dropout::drop_scores;
-use super::fragments::{Chunk, Pair, sum_column, sum_row};
+use super::fragments::{CHUNK, Chunk, Pair, sum_column, sum_row};
 use super::plan::Plan;
 use super::product::TileProduct;
 use super::scores::{
     HIDDEN, Sums, add_products, hide, products, row_bounds, write_bias, zero_sums,
 };
-use super::shape::{AttentionShape, from_last, quotient, seen_keys};
-use super::tiles::{head_rows, left_factor, read_rows, write_rows};
+use super::shape::{AttentionShape, Strides, from_last, quotient, seen_keys};
+use super::tiles::{HeadRows, head_rows, left_factor, read_rows, write_rows};
 use crate::cube::rounding::narrowed;
 
 /// Running statistics of the rows of scores of which a thread holds a part.
@@ -99,7 +99,7 @@ fn weigh<P: TileProduct>(
     }
 }
 
-/// Writes the rows of a plane, whose first query is `first`, divided by the sums of their weights, and the
+/// Writes the rows of a plane, whose first query is `first` of the head, divided by the sums of their weights, and the
 /// logarithms of the sums of the scores' exponentials. `head` is counted over all rows of the batch.
 #[cube]
 fn finish<P: TileProduct, F: Float>(
@@ -108,6 +108,7 @@ fn finish<P: TileProduct, F: Float>(
     target: &mut [Pair<F>],
     statistics: &mut [f32],
     head: usize,
+    of_head: &HeadRows,
     first: usize,
     lane: usize,
     shape: &AttentionShape,
@@ -126,6 +127,7 @@ fn finish<P: TileProduct, F: Float>(
             let query = first + strip * 16 + sum_row(lane, row, fragments);
             if query < shape.queries {
                 let index = head * shape.queries + query;
+                let begin = (of_head.first + query * of_head.stride) * comptime!(CHUNK / 2);
                 #[unroll]
                 for tile in 0..comptime!(plan.width_tiles()) {
                     let of_tile = &output[comptime!(strip * plan.width_tiles() + tile)];
@@ -133,7 +135,7 @@ fn finish<P: TileProduct, F: Float>(
                     for pair in 0..row_pairs {
                         let column = sum_column(lane, pair, fragments) / 2;
                         let element = of_tile[row * row_pairs + pair] * Pair::<f32>::new(factor);
-                        let at = index * comptime!(plan.width / 2) + comptime!(tile * 4) + column;
+                        let at = begin + comptime!(tile * 4) + column;
                         target[at] = narrowed(element, comptime!(plan.integers));
                     }
                 }
@@ -159,6 +161,7 @@ pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
     output: &mut [Pair<F>],
     statistics: &mut [f32],
     shape: AttentionShape,
+    output_strides: Strides,
     #[comptime] plan: Plan,
     #[define(F)] _dtype: ElemType,
 ) {
@@ -214,5 +217,8 @@ pub(super) fn flash_forward_kernel<P: TileProduct, F: Float>(
         // All threads have read the values, and written the next keys.
         sync_cube();
     }
-    finish::<P, F>(&sums, &softmax, output, statistics, of_all, own_query, lane, &shape, plan);
+    let of_head = head_rows(batch, head, &output_strides, shape.queries);
+    finish::<P, F>(
+        &sums, &softmax, output, statistics, of_all, &of_head, own_query, lane, &shape, plan,
+    );
 }

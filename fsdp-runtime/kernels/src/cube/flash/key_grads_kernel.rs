@@ -14,7 +14,7 @@ use super::product::TileProduct;
 use super::scores::{HIDDEN, Sums, add_products, products_of_tiles, zero_sums};
 use super::shape::{AttentionShape, Strides, Table, end_key, first_key, quotient, seen_keys};
 use super::sums::write_sums;
-use super::tiles::{head_rows, read_rows, write_rows};
+use super::tiles::{HeadRows, head_rows, read_rows, write_rows};
 
 /// What the kernel of keys and values needs of the queries of a tile, in shared memory: the statistics, and the
 /// first key that each query sees and the one after the last.
@@ -237,6 +237,26 @@ fn next_tile(
     tile
 }
 
+/// Returns the rows of a head of the results, which have the heads of a row beside each other if `interleaved`, and
+/// else the rows of a head. Strides as arguments would take registers that the sums need.
+#[cube]
+fn target_rows(
+    batch: usize,
+    head: usize,
+    shape: &AttentionShape,
+    #[comptime] interleaved: bool,
+    #[comptime] plan: Plan,
+) -> HeadRows {
+    let (heads, chunks) = (shape.heads / shape.group, comptime!(plan.chunks()));
+    let mut first = (batch * heads + head) * shape.keys * chunks;
+    let mut stride = chunks.runtime();
+    if comptime!(interleaved) {
+        first = (batch * shape.keys * heads + head) * chunks;
+        stride = heads * chunks;
+    }
+    HeadRows { first, stride, count: shape.keys }
+}
+
 /// Gradients of `plan.rows()` keys of a head, and of their values: cube `(tile, head of the keys, row of the
 /// batch)`. `bias`, `table` and `mask` have one buffer or none.
 #[cube(launch_unchecked, address_type = "u64")]
@@ -254,6 +274,7 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
     value_target: &mut [Pair<F>],
     shape: AttentionShape,
     grad_strides: Strides,
+    #[comptime] interleaved: bool,
     #[comptime] plan: Plan,
     #[define(F)] _dtype: ElemType,
 ) {
@@ -349,7 +370,7 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
     }
     clear_padding(&mut key_sums, bias, batch, own_key, lane, &shape, plan);
     clear_padding(&mut value_sums, bias, batch, own_key, lane, &shape, plan);
-    let head = batch * (shape.heads / shape.group) + key_head;
-    write_sums(&key_sums, key_target, head, own_key, shape.keys, lane, shape.scale, plan);
-    write_sums(&value_sums, value_target, head, own_key, shape.keys, lane, shape.keep, plan);
+    let of_target = target_rows(batch, key_head, &shape, interleaved, plan);
+    write_sums(&key_sums, key_target, &of_target, own_key, lane, shape.scale, plan);
+    write_sums(&value_sums, value_target, &of_target, own_key, lane, shape.keep, plan);
 }

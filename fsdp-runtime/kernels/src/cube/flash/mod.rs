@@ -5,10 +5,12 @@
 //! CPU device has none, and runs the same kernels with multiplications one by one (`TileProduct`), in tests.
 //!
 //! The kernels take bf16 and f16, on devices with the instruction `mma.m16n8k16`, and rows of 16 to 128 elements,
-//! in multiples of 16. For other attentions the functions return `None`.
+//! in multiples of 16. For other attentions the functions return `None`, and on devices on which the kernels of a
+//! kind of attention fail their check (`check`).
 
 mod attention;
 mod backward;
+mod check;
 mod dropout;
 mod forward;
 mod forward_kernel;
@@ -36,7 +38,7 @@ pub(super) fn forward(
     tensors: &AttentionTensors<CubeTensor>,
     rule: &AttentionRule,
 ) -> Option<[CubeTensor; 2]> {
-    let attention = Attention::new(tensors, rule, Setting::get())?;
+    let attention = checked(tensors, rule)?;
     Some(forward::forward(&attention))
 }
 
@@ -48,6 +50,18 @@ pub(super) fn backward(
     grad: &CubeTensor,
     rule: &AttentionRule,
 ) -> Option<[CubeTensor; 3]> {
-    let attention = Attention::new(tensors, rule, Setting::get())?;
+    let attention = checked(tensors, rule)?;
     backward::backward(&attention, results, grad)
+}
+
+/// Returns the attention if the kernels take it and are right on its device.
+fn checked<'a>(
+    tensors: &AttentionTensors<CubeTensor>,
+    rule: &'a AttentionRule,
+) -> Option<Attention<'a>> {
+    let setting = Setting::get();
+    let attention = Attention::new(tensors, rule, setting)?;
+    // The tests that assemble the kernels run none.
+    let is_right = cfg!(test) || check::passes(tensors, rule, setting);
+    is_right.then_some(attention)
 }

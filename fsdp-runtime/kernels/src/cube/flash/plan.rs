@@ -169,11 +169,11 @@ fn division(fragments: Fragments, width: usize, pass: Pass) -> Plan {
 /// Value of the environment variable `FSDP_ATTENTION_KERNEL`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Setting {
-    /// Devices with matrix instructions use the kernels: `1`.
+    /// Devices with matrix instructions use the kernels: the default.
     Matrix,
     /// CubeCL's CPU device uses them as well, without matrix instructions: `scalar`, for tests.
     Scalar,
-    /// No device uses them: the default, until they have been seen on a GPU.
+    /// No device uses them: `0`.
     Off,
 }
 
@@ -182,11 +182,9 @@ impl Setting {
     pub(super) fn get() -> Self {
         static SETTING: OnceLock<Setting> = OnceLock::new();
         *SETTING.get_or_init(|| match std::env::var("FSDP_ATTENTION_KERNEL").as_deref() {
-            Ok("1") => Self::Matrix,
+            Ok("0") => Self::Off,
             Ok("scalar") => Self::Scalar,
-            // Tests assemble the kernels.
-            _ if cfg!(test) => Self::Matrix,
-            _ => Self::Off,
+            _ => Self::Matrix,
         })
     }
 }

@@ -103,6 +103,7 @@ pub(super) fn flash_query_grads_kernel<P: TileProduct, F: Float>(
     target: &mut [Pair<F>],
     shape: AttentionShape,
     grad_strides: Strides,
+    target_strides: Strides,
     #[comptime] plan: Plan,
     #[define(F)] _dtype: ElemType,
 ) {
@@ -127,6 +128,7 @@ pub(super) fn flash_query_grads_kernel<P: TileProduct, F: Float>(
     let grads = left_factor(grad, &of_grad, own_query, lane, plan);
     let seen = seen_keys(batch, first_query, last_query, table, &shape, plan);
     let bounds = row_bounds(batch, own_query, lane, table, &shape, plan);
+    let of_target = head_rows(batch, head, &target_strides, shape.queries);
     let head = batch * shape.heads + head;
     let statistics = row_statistics(logs, means, head, own_query, lane, &shape, plan);
     let mut sums = zero_sums(comptime!(plan.width_tiles()), plan);
@@ -159,5 +161,5 @@ pub(super) fn flash_query_grads_kernel<P: TileProduct, F: Float>(
         first = next;
         sync_cube();
     }
-    write_sums(&sums, target, head, own_query, shape.queries, lane, shape.scale, plan);
+    write_sums(&sums, target, &of_target, own_query, lane, shape.scale, plan);
 }

@@ -2,19 +2,19 @@
 
 use cubecl::prelude::*;
 
-use super::fragments::{Pair, sum_column, sum_row};
+use super::fragments::{CHUNK, Pair, sum_column, sum_row};
 use super::plan::Plan;
 use super::scores::Sums;
+use super::tiles::HeadRows;
 use crate::cube::rounding::narrowed;
 
-/// Writes the rows of a plane, from row `first` on, times `scale`. `head` is counted over all rows of the batch.
+/// Writes the rows of a plane, from row `first` of a head on, times `scale`.
 #[cube]
 pub(super) fn write_sums<F: Float>(
     sums: &Sums,
     target: &mut [Pair<F>],
-    head: usize,
+    rows: &HeadRows,
     first: usize,
-    count: usize,
     lane: usize,
     scale: f32,
     #[comptime] plan: Plan,
@@ -25,8 +25,8 @@ pub(super) fn write_sums<F: Float>(
         #[unroll(plan.unrolls())]
         for row in 0..comptime!(fragments.rows()) {
             let own = first + strip * 16 + sum_row(lane, row, fragments);
-            if own < count {
-                let at = (head * count + own) * comptime!(plan.width / 2);
+            if own < rows.count {
+                let at = (rows.first + own * rows.stride) * comptime!(CHUNK / 2);
                 #[unroll]
                 for tile in 0..comptime!(plan.width_tiles()) {
                     let of_tile = &sums[comptime!(strip * plan.width_tiles() + tile)];

@@ -14,7 +14,7 @@ pub(super) struct HeadRows {
     /// Number of chunks from one row to the next.
     pub(super) stride: usize,
     /// Number of rows.
-    count: usize,
+    pub(super) count: usize,
 }
 
 /// Returns the rows of a head.

@@ -7,6 +7,8 @@
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a library reads the calls"))]
 mod call;
+#[cfg(feature = "cpu")]
+mod counted;
 #[cfg(feature = "cuda")]
 mod cublaslt;
 #[cfg(all(test, feature = "cpu", feature = "flex"))]
@@ -22,6 +24,8 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
 use self::call::{Call, Epilogue, Operands};
+#[cfg(feature = "cpu")]
+pub use self::counted::{CountedProduct, count_products};
 #[cfg(feature = "cuda")]
 pub use self::cublaslt::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
 use super::copy::exclusive;
@@ -59,8 +63,12 @@ impl Buffers {
 /// Returns whether products on the device are calls of a library, which take a bias and an activation.
 pub(super) fn by_library(device: &CubeDevice) -> bool {
     #[cfg(all(test, feature = "cpu", feature = "flex"))]
+    if stand_in::is_on() && matches!(device, CubeDevice::Cpu(_)) {
+        return true;
+    }
+    #[cfg(feature = "cpu")]
     if matches!(device, CubeDevice::Cpu(_)) {
-        return stand_in::is_on();
+        return counted::is_on();
     }
     #[cfg(feature = "cuda")]
     if let CubeDevice::Cuda(device) = device {
@@ -82,8 +90,12 @@ fn issue(call: &Call, buffers: &Buffers) -> bool {
 
 fn issue_on(device: &CubeDevice, call: &Call, buffers: &Buffers) -> bool {
     #[cfg(all(test, feature = "cpu", feature = "flex"))]
-    if matches!(device, CubeDevice::Cpu(_)) {
+    if stand_in::is_on() && matches!(device, CubeDevice::Cpu(_)) {
         return stand_in::issue(call, buffers);
+    }
+    #[cfg(feature = "cpu")]
+    if matches!(device, CubeDevice::Cpu(_)) {
+        return counted::issue(call);
     }
     #[cfg(feature = "cuda")]
     if let CubeDevice::Cuda(device) = device {

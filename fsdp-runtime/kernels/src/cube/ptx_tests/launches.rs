@@ -6,6 +6,7 @@ mod optimizers;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
@@ -439,17 +440,23 @@ impl Gpu {
         }
         let length = 70;
         for width in [16, 64, 80, 96, 128] {
-            let heads = |heads: usize| {
+            let heads = |heads: usize, interleaved: bool| {
                 let tensor = self.tensor(heads * length * width, dtype);
-                burn_cubecl::ops::reshape(tensor, Shape::from([1, heads, length, width]))
+                let shape = |dims: [usize; 4]| burn_cubecl::ops::reshape(tensor, Shape::from(dims));
+                match interleaved {
+                    true => CubeBackend::float_swap_dims(shape([1, length, heads, width]), 1, 2),
+                    false => shape([1, heads, length, width]),
+                }
             };
             let segments = Segments::new(&vec![0; length], length).ok();
             let dropout = Some(MaskSource { key: [1, 2], counter: [3, 4], prob: 0.1 });
-            for (causal, window, segments, is_masked, dropout) in [
-                (false, None, None, true, None),
-                (true, None, None, false, None),
-                (true, Some(3), segments, true, None),
-                (false, None, None, true, dropout),
+            for (causal, window, segments, is_masked, dropout, interleaved) in [
+                (false, None, None, true, None, true),
+                (true, None, None, false, None, true),
+                (true, None, None, false, None, false),
+                (true, Some(3), segments.clone(), true, None, false),
+                (true, Some(3), segments, true, None, true),
+                (false, None, None, true, dropout, false),
             ] {
                 let rule =
                     AttentionRule { causal, window, segments, scale: 0.1, dropout, places: None };
@@ -457,9 +464,9 @@ impl Gpu {
                     burn_cubecl::ops::reshape(self.tensor(length, dtype), Shape::from([1, length]))
                 };
                 let tensors = AttentionTensors {
-                    query: heads(2),
-                    key: heads(1),
-                    value: heads(1),
+                    query: heads(4, interleaved),
+                    key: heads(2, interleaved),
+                    value: heads(2, interleaved),
                     bias: is_masked.then(bias),
                 };
                 let results = self.launch("flash_forward_kernel", &["flash_mask_kernel"], || {
@@ -473,7 +480,7 @@ impl Gpu {
                 ];
                 for kernel in &kernels[..3] {
                     self.launch(kernel, &kernels, || {
-                        let grad = heads(2);
+                        let grad = heads(4, false);
                         CubeBackend::tiled_attention_backward(&tensors, &results, &grad, &rule)
                     });
                 }

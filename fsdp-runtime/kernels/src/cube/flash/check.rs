@@ -1,0 +1,404 @@
+//! The check of the kernels on a device: before the first attention of a kind, a small one is compared with loops
+//! on the host.
+//!
+//! Matrix instructions take and leave their elements in registers, in an order that only the device knows. A
+//! device or compiler with another order would give wrong numbers without an error.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use burn::backend::TensorMetadata;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, Shape, TensorData};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_std::device::ServiceId;
+use cubecl::dry_run::RealRun;
+use half::{bf16, f16};
+
+use super::attention::Attention;
+use super::plan::Setting;
+use super::{backward, forward};
+use crate::attention::{
+    AttentionRule, AttentionTensors, KeyRanges, MaskRow, Segments, WeightPlaces,
+};
+use crate::cube::tensors::{contiguous, is_interleaved};
+use crate::ignore_poison::IgnorePoison;
+use crate::mask::MaskSource;
+
+/// Number of queries and of keys: several tiles and a part of one, and more queries than share a dropout mask.
+const LENGTH: usize = 150;
+/// Number of heads of the queries, each two of which share a head of the keys.
+const HEADS: usize = 4;
+/// Number of heads of the keys.
+const KEY_HEADS: usize = HEADS / 2;
+
+/// What decides which kernels an attention takes, beside its lengths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Kind {
+    dtype: DType,
+    width: usize,
+    is_causal: bool,
+    has_window: bool,
+    has_segments: bool,
+    has_bias: bool,
+    has_dropout: bool,
+    /// Whether the heads of a row of keys lie beside each other.
+    interleaved: bool,
+}
+
+impl Kind {
+    fn of(tensors: &AttentionTensors<CubeTensor>, rule: &AttentionRule) -> Self {
+        Self {
+            dtype: tensors.query.dtype,
+            width: tensors.query.shape()[3],
+            is_causal: rule.causal,
+            has_window: rule.window.is_some(),
+            has_segments: rule.segments.is_some(),
+            has_bias: tensors.bias.is_some(),
+            has_dropout: rule.dropout.is_some(),
+            interleaved: is_interleaved(&tensors.value),
+        }
+    }
+
+    /// Returns the rule of the small attention. Its scores differ by several units.
+    fn rule(&self) -> AttentionRule {
+        let numbers: Vec<i64> = (0..LENGTH).map(|at| i64::from(at >= LENGTH / 3)).collect();
+        let segments = || Segments::new(&numbers, LENGTH).expect("two runs of positions");
+        let dropout = MaskSource { key: [1, 2], counter: [3, 4], prob: 0.25 };
+        AttentionRule {
+            causal: self.is_causal,
+            window: self.has_window.then_some(LENGTH / 4),
+            segments: self.has_segments.then(segments),
+            dropout: self.has_dropout.then_some(dropout),
+            ..AttentionRule::new(1.5 / (self.width as f64).sqrt())
+        }
+    }
+}
+
+/// Returns multiples of 1/64 below 2, which are exact in half precision.
+fn numbers(len: usize, seed: usize) -> Vec<f64> {
+    let number = |at: usize| ((at * 7919 + seed * 104_729 + at / 97) % 257) as f64 / 64.0 - 2.0;
+    (0..len).map(number).collect()
+}
+
+/// Names of the results, in their order.
+const NAMES: [&str; 5] = [
+    "output",
+    "logarithms of the sums of exponentials",
+    "gradient of the queries",
+    "gradient of the keys",
+    "gradient of the values",
+];
+
+/// Results in the order of [`NAMES`].
+type Results = [Vec<f64>; 5];
+
+/// Why the kernels are not used.
+#[derive(Clone, Debug, PartialEq)]
+enum Failure {
+    /// An element differs from that of the loops.
+    Element { name: &'static str, at: usize, found: f64, expected: f64 },
+    /// The results could not be read.
+    Unread(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Element { name, at, found, expected } => {
+                write!(f, "element {at} of the {name} is {found}, and not {expected}")
+            }
+            Self::Unread(error) => write!(f, "the results cannot be read: {error}"),
+        }
+    }
+}
+
+/// Outcomes of the checks, by device and kind of attention.
+type Checked = HashMap<(ServiceId, Kind), Arc<OnceLock<bool>>>;
+
+/// Returns whether the kernels of an attention have passed their check on the device of its tensors. The first
+/// call for a kind of attention makes the check. If it fails, it is reported once, as a warning.
+pub(super) fn passes(
+    tensors: &AttentionTensors<CubeTensor>,
+    rule: &AttentionRule,
+    setting: Setting,
+) -> bool {
+    static CHECKED: Mutex<Option<Checked>> = Mutex::new(None);
+    let kind = Kind::of(tensors, rule);
+    let device = &tensors.query.device;
+    let checked = {
+        let mut checked = CHECKED.lock().ignore_poison();
+        let of_device = (tensors.query.client.service_id(), kind);
+        Arc::clone(checked.get_or_insert_default().entry(of_device).or_default())
+    };
+    *checked.get_or_init(|| match check(device, &kind, setting) {
+        Ok(()) => true,
+        Err(failure) => {
+            let Kind { dtype, width, .. } = kind;
+            tracing::warn!(
+                "attention of {dtype:?} with heads of {width} elements runs on the slower kernels that store its \
+                 scores: of the kernels that keep them on the chip, {failure}"
+            );
+            false
+        }
+    })
+}
+
+/// Runs the small attention on the device and on the host.
+fn check(device: &CubeDevice, kind: &Kind, setting: Setting) -> Result<(), Failure> {
+    // In a dry run of CubeCL, the kernels of the check run nevertheless.
+    let _runs = RealRun::new();
+    let small = Small::new(kind);
+    compare(&small.found(device, setting)?, &small.expected(), kind.dtype)
+}
+
+/// A small attention in host memory, with the gradient of its output.
+struct Small {
+    dtype: DType,
+    width: usize,
+    interleaved: bool,
+    rule: AttentionRule,
+    tensors: AttentionTensors<Vec<f64>>,
+    grad: Vec<f64>,
+}
+
+impl Small {
+    fn new(kind: &Kind) -> Self {
+        let width = kind.width;
+        let (of_queries, of_keys) = (HEADS * LENGTH * width, KEY_HEADS * LENGTH * width);
+        let padding = |key| if key % 5 == 3 { f64::NEG_INFINITY } else { 0.0 };
+        let tensors = AttentionTensors {
+            query: numbers(of_queries, 1),
+            key: numbers(of_keys, 2),
+            value: numbers(of_keys, 3),
+            bias: kind.has_bias.then(|| (0..LENGTH).map(padding).collect()),
+        };
+        let grad = numbers(of_queries, 4);
+        let Kind { dtype, interleaved, .. } = *kind;
+        Self { dtype, width, interleaved, rule: kind.rule(), tensors, grad }
+    }
+
+    /// Returns the results of the kernels.
+    fn found(&self, device: &CubeDevice, setting: Setting) -> Result<Results, Failure> {
+        let tensor = |numbers: &Vec<f64>, dims: &[usize]| {
+            let data = TensorData::new(numbers.clone(), Shape::from(dims.to_vec()));
+            CubeBackend::float_from_data(data.convert_dtype(self.dtype), device)
+        };
+        let of_heads = |numbers: &Vec<f64>, heads| {
+            if !self.interleaved {
+                return tensor(numbers, &[1, heads, LENGTH, self.width]);
+            }
+            let rows = (0..LENGTH).flat_map(|row| (0..heads).map(move |head| head * LENGTH + row));
+            let of_row = |row: usize| numbers[row * self.width..][..self.width].iter().copied();
+            let rows = tensor(&rows.flat_map(of_row).collect(), &[1, LENGTH, heads, self.width]);
+            CubeBackend::float_swap_dims(rows, 1, 2)
+        };
+        let tensors = AttentionTensors {
+            query: of_heads(&self.tensors.query, HEADS),
+            key: of_heads(&self.tensors.key, KEY_HEADS),
+            value: of_heads(&self.tensors.value, KEY_HEADS),
+            bias: self.tensors.bias.as_ref().map(|bias| tensor(bias, &[1, LENGTH])),
+        };
+        let attention = Attention::new(&tensors, &self.rule, setting)
+            .expect("the kernels take attentions of this kind");
+        let results = forward::forward(&attention);
+        let grad = of_heads(&self.grad, HEADS);
+        let grads = backward::backward(&attention, &results, &grad).expect("whole chunks");
+        let mut found = Results::default();
+        for (found, tensor) in found.iter_mut().zip(results.into_iter().chain(grads)) {
+            *found = read(&contiguous(tensor))?;
+        }
+        Ok(found)
+    }
+
+    /// Returns the results of loops on the host, in f64.
+    fn expected(&self) -> Results {
+        let Self { width, tensors: AttentionTensors { query, key, value, bias }, .. } = self;
+        let scale = self.rule.scale;
+        let ranges = KeyRanges::new(&self.rule, [LENGTH; 2]);
+        let row = |of: &'_ [f64], at: usize| of[at * width..][..*width].to_vec();
+        let mut expected: Results =
+            [query.len(), HEADS * LENGTH, query.len(), key.len(), value.len()]
+                .map(|len| vec![0.0; len]);
+        let [outputs, logs, query_grads, key_grads, value_grads] = &mut expected;
+        for (head, at) in (0..HEADS).flat_map(|head| (0..LENGTH).map(move |at| (head, at))) {
+            let number = head * LENGTH + at;
+            let (query, grad) = (row(query, number), row(&self.grad, number));
+            // Rows of the head of the keys that the query sees.
+            let of_keys = head / (HEADS / KEY_HEADS) * LENGTH;
+            let seen: Vec<usize> = ranges.of_query(0, at).collect();
+            let score = |&at: &usize| {
+                dot(&query, &row(key, of_keys + at)) * scale
+                    + bias.as_ref().map_or(0.0, |bias| bias[at])
+            };
+            let exponentials: Vec<f64> = seen.iter().map(|at| score(at).exp()).collect();
+            let sum: f64 = exponentials.iter().sum();
+            logs[number] = sum.ln();
+            let kept = self.kept(head, at);
+            let weights: Vec<f64> = exponentials.iter().map(|x| x / sum).collect();
+            let slopes: Vec<f64> =
+                seen.iter().map(|&at| dot(&grad, &row(value, of_keys + at)) * kept[at]).collect();
+            let mean = dot(&weights, &slopes);
+            for ((&at, weight), slope) in seen.iter().zip(weights).zip(slopes) {
+                let slope = weight * (slope - mean) * scale;
+                let dropped = weight * kept[at];
+                let of_key = of_keys + at;
+                add(&mut outputs[number * width..][..*width], dropped, &row(value, of_key));
+                add(&mut query_grads[number * width..][..*width], slope, &row(key, of_key));
+                add(&mut key_grads[of_key * width..][..*width], slope, &query);
+                add(&mut value_grads[of_key * width..][..*width], dropped, &grad);
+            }
+        }
+        expected
+    }
+
+    /// Returns the factors by which dropout multiplies the weights of a query: 1 for all keys without dropout.
+    fn kept(&self, head: usize, query: usize) -> Vec<f64> {
+        let Some(source) = self.rule.dropout else { return vec![1.0; LENGTH] };
+        let places = WeightPlaces::all(HEADS, [LENGTH; 2]);
+        let MaskRow { source, row, of_block } = places.row(source, query);
+        let keys = places.padded_keys();
+        let mask = source.mask(HEADS * of_block * keys);
+        let first = (head * of_block + row) * keys;
+        mask[first..][..LENGTH].iter().map(|&factor| factor.into()).collect()
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Adds `factor * row` to `sums`.
+fn add(sums: &mut [f64], factor: f64, row: &[f64]) {
+    sums.iter_mut().zip(row).for_each(|(sum, element)| *sum += factor * element);
+}
+
+/// Returns the elements of a contiguous tensor.
+fn read(tensor: &CubeTensor) -> Result<Vec<f64>, Failure> {
+    let bytes = tensor.client.read_one(tensor.handle.clone());
+    let bytes = bytes.map_err(|error| Failure::Unread(error.to_string()))?;
+    let halves = |number: fn(u16) -> f64| {
+        bytemuck::pod_collect_to_vec::<u8, u16>(&bytes).into_iter().map(number).collect()
+    };
+    let mut elements: Vec<f64> = match tensor.dtype {
+        DType::BF16 => halves(|bits| bf16::from_bits(bits).to_f64()),
+        DType::F16 => halves(|bits| f16::from_bits(bits).to_f64()),
+        _ => {
+            let numbers = bytemuck::pod_collect_to_vec::<u8, f32>(&bytes);
+            numbers.into_iter().map(f64::from).collect()
+        }
+    };
+    elements.truncate(tensor.shape().num_elements());
+    Ok(elements)
+}
+
+/// Compares results with the expected ones, up to the rounding of factors and results in `dtype`.
+fn compare(found: &Results, expected: &Results, dtype: DType) -> Result<(), Failure> {
+    let share = if dtype == DType::BF16 { 0.03 } else { 0.004 };
+    for ((found, expected), name) in found.iter().zip(expected).zip(NAMES) {
+        assert_eq!(found.len(), expected.len(), "results have the shapes of the loops");
+        let largest = expected.iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
+        for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+            // A comparison with NaN is false.
+            let is_close = (found - expected).abs() <= share * largest;
+            if !is_close {
+                return Err(Failure::Element { name, at, found, expected });
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use super::*;
+
+    fn kinds() -> Vec<Kind> {
+        let plain = Kind {
+            dtype: DType::F32,
+            width: 32,
+            is_causal: false,
+            has_window: false,
+            has_segments: false,
+            has_bias: false,
+            has_dropout: false,
+            interleaved: false,
+        };
+        vec![
+            Kind {
+                is_causal: true,
+                has_dropout: true,
+                dtype: DType::BF16,
+                interleaved: true,
+                ..plain
+            },
+            Kind { is_causal: true, has_window: true, dtype: DType::F16, width: 16, ..plain },
+            Kind { has_segments: true, has_bias: true, ..plain },
+        ]
+    }
+
+    fn device() -> CubeDevice {
+        CubeDevice::Cpu(cubecl::device::CpuDevice)
+    }
+
+    #[test]
+    fn the_kernels_pass() {
+        for kind in kinds() {
+            assert_eq!(check(&device(), &kind, Setting::Scalar), Ok(()), "{kind:?}");
+        }
+    }
+
+    /// Returns the results with the elements of one in another order: element `at` is that at `from(at)`.
+    fn permuted(results: &Results, result: usize, from: impl Fn(usize) -> usize) -> Results {
+        let mut permuted = results.clone();
+        let elements = &results[result];
+        permuted[result] = (0..elements.len())
+            .map(|at| *elements.get(from(at)).unwrap_or(&elements[at]))
+            .collect();
+        permuted
+    }
+
+    #[test]
+    fn a_wrong_order_of_elements_is_found_in_every_result() {
+        for kind in kinds() {
+            let expected = Small::new(&kind).expected();
+            assert_eq!(compare(&expected, &expected, kind.dtype), Ok(()));
+            for (result, name) in NAMES.into_iter().enumerate() {
+                let width = if result == 1 { 1 } else { kind.width };
+                let rows =
+                    permuted(&expected, result, |at| ((at / width) ^ 8) * width + at % width);
+                let mut missing = expected.clone();
+                missing[result][17] = f64::NAN;
+                let mut wrong = vec![rows, missing];
+                if width > 1 {
+                    wrong.push(permuted(&expected, result, |at| at ^ 1));
+                    wrong.push(permuted(&expected, result, |at| at ^ 8));
+                }
+                for wrong in wrong {
+                    let failure = compare(&wrong, &expected, kind.dtype).unwrap_err();
+                    let is_named =
+                        matches!(&failure, Failure::Element { name: found, .. } if *found == name);
+                    assert!(is_named, "{failure} in {kind:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn another_rule_is_found() {
+        for kind in kinds() {
+            let small = Small::new(&kind);
+            let other = Small { rule: AttentionRule::new(small.rule.scale), ..Small::new(&kind) };
+            let other = match kind.has_bias {
+                true => {
+                    Small { tensors: AttentionTensors { bias: None, ..other.tensors }, ..other }
+                }
+                false => other,
+            };
+            let compared = compare(&other.expected(), &small.expected(), kind.dtype);
+            assert!(compared.is_err(), "{kind:?}");
+        }
+    }
+}
