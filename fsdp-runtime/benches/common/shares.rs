@@ -11,7 +11,10 @@ const FREQUENCY: usize = 999;
 const KINDS: [(&str, &[&str]); 11] = [
     ("clearing of new pages", &["clear_page", "folio_zero"]),
     ("the kernel, else", &["[k]"]),
-    ("matrix products", &["gemm_f32::", "gemm_f16::", "gemm_common::gemm"]),
+    (
+        "matrix products",
+        &["gemm_f32::", "gemm_f16::", "gemm_common::gemm", "pairs::multiply_by_instruction"],
+    ),
     ("packing of their factors", &["gemm_common::", "transpose::", "flex::product"]),
     ("attention, without products", &["flex::attention"]),
     ("means of gradients", &["loops::mean"]),

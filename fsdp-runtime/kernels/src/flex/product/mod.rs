@@ -1,9 +1,11 @@
-//! Products of matrices, on the kernel that Flex itself uses (crate `gemm`).
+//! Products of matrices, on the kernel that Flex itself uses (crate `gemm`). Processors with an instruction for bf16
+//! have a kernel of their own for matrices of bf16.
 //!
 //! A product is written to memory that nothing wrote before. Burn's product of Flex fills its memory with
 //! zeros and copies it to aligned memory first.
 
 mod consecutive;
+mod pairs;
 mod turned;
 
 use std::borrow::Cow;
@@ -22,21 +24,21 @@ use super::new_tensor::{TASK, Uninit, new_tensor};
 
 /// A matrix in memory: element (r, c) is at `r · row_stride + c · column_stride`.
 #[derive(Clone, Copy)]
-pub(super) struct Matrix<'a> {
-    elements: &'a [f32],
+pub(super) struct Matrix<'a, E = f32> {
+    elements: &'a [E],
     rows: usize,
     columns: usize,
     row_stride: usize,
     column_stride: usize,
 }
 
-impl<'a> Matrix<'a> {
+impl<'a, E: Copy> Matrix<'a, E> {
     /// Returns the matrix whose rows begin every `stride` elements.
     ///
     /// # Panics
     ///
     /// If the matrix exceeds the elements.
-    pub(super) fn new(elements: &'a [f32], [rows, columns]: [usize; 2], stride: usize) -> Self {
+    pub(super) fn new(elements: &'a [E], [rows, columns]: [usize; 2], stride: usize) -> Self {
         check_len(elements.len(), [rows, columns], stride);
         Self { elements, rows, columns, row_stride: stride, column_stride: 1 }
     }
@@ -51,16 +53,6 @@ impl<'a> Matrix<'a> {
         self.transposed().rows(columns).transposed()
     }
 
-    /// Returns the elements of each row.
-    ///
-    /// # Panics
-    ///
-    /// If the elements of a row are not consecutive.
-    pub(super) fn iter_rows(self) -> impl Iterator<Item = &'a [f32]> {
-        assert_eq!(self.column_stride, 1, "rows of consecutive elements");
-        (0..self.rows).map(move |row| &self.elements[row * self.row_stride..][..self.columns])
-    }
-
     /// Returns the transposed matrix, of the same elements.
     pub(super) fn transposed(self) -> Self {
         Self {
@@ -70,6 +62,18 @@ impl<'a> Matrix<'a> {
             column_stride: self.row_stride,
             ..self
         }
+    }
+}
+
+impl<'a> Matrix<'a> {
+    /// Returns the elements of each row.
+    ///
+    /// # Panics
+    ///
+    /// If the elements of a row are not consecutive.
+    pub(super) fn iter_rows(self) -> impl Iterator<Item = &'a [f32]> {
+        assert_eq!(self.column_stride, 1, "rows of consecutive elements");
+        (0..self.rows).map(move |row| &self.elements[row * self.row_stride..][..self.columns])
     }
 }
 
@@ -102,7 +106,7 @@ fn strides(tensor: &FlexTensor) -> [usize; 2] {
 }
 
 /// Returns the matrix with the shape and the strides of `tensor` in `elements`, as many as [`memory`] has.
-fn strided<'a>(tensor: &FlexTensor, elements: &'a [f32]) -> Matrix<'a> {
+fn strided<'a, E>(tensor: &FlexTensor, elements: &'a [E]) -> Matrix<'a, E> {
     let ([rows, columns], [row_stride, column_stride]) = (tensor.shape().dims(), strides(tensor));
     Matrix { elements, rows, columns, row_stride, column_stride }
 }
@@ -110,10 +114,16 @@ fn strided<'a>(tensor: &FlexTensor, elements: &'a [f32]) -> Matrix<'a> {
 /// Implements [`Kernels::product`](crate::Kernels::product) for matrices of f32, bf16 and f16. Sums are in
 /// f32.
 pub(super) fn product([a, b]: [&FlexTensor; 2], dtype: DType) -> FlexTensor {
+    let shape = Shape::from([a.shape()[0], b.shape()[1]]);
+    if a.dtype() == DType::BF16 && b.dtype() == DType::BF16 && pairs::are_multiplied() {
+        let factors = [a, b].map(|tensor| strided(tensor, memory(tensor)));
+        return with_float_type!(dtype, |E| FlexTensor::from_data(TensorData::new(
+            pairs::new_product::<E>(factors),
+            shape
+        )));
+    }
     let [a, b] = [a, b].map(Wide::new);
-    let [a, b] = [a.matrix(), b.matrix()];
-    let shape = Shape::from([a.rows, b.columns]);
-    let sums = new_product([a, b]);
+    let sums = new_product([&a, &b].map(Wide::matrix));
     if dtype == DType::F32 {
         return FlexTensor::from_data(TensorData::new(sums, shape));
     }
@@ -247,7 +257,7 @@ fn multiply_into(
     };
     let [part_rows, part_columns] = match threads {
         Threads::One => [a.rows, b.columns],
-        Threads::Pool => part_shape(rayon::current_num_threads(), a, b),
+        Threads::Pool => part_shape(rayon::current_num_threads(), [a.rows, a.columns, b.columns]),
     };
     if [part_rows, part_columns] == [a.rows, b.columns] {
         multiply_at([0, 0], [a, b]);
@@ -264,19 +274,26 @@ fn multiply_into(
 }
 
 /// Rows of a product in memory.
-#[derive(Clone, Copy)]
-struct Target {
-    start: *mut f32,
+struct Target<E = f32> {
+    start: *mut E,
     /// Elements from one row to the next.
     stride: usize,
 }
 
 // SAFETY: the functions that write to a target say which elements nothing else may use.
-unsafe impl Send for Target {}
+unsafe impl<E> Send for Target<E> {}
 // SAFETY: as above.
-unsafe impl Sync for Target {}
+unsafe impl<E> Sync for Target<E> {}
 
-impl Target {
+impl<E> Clone for Target<E> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<E> Copy for Target<E> {}
+
+impl<E> Target<E> {
     /// Returns the target from an element on.
     fn part(self, row: usize, column: usize) -> Self {
         Self { start: self.start.wrapping_add(row * self.stride + column), ..self }
@@ -294,9 +311,8 @@ const PACKING: usize = 44;
 /// Each thread packs the rows of `a` and the columns of `b` of its part. The crate `gemm` can use threads
 /// too: they wait for each other many times in one product, and the speed on two threads is 0.6 to 0.9 of
 /// that of two parts.
-fn part_shape(threads: usize, a: Matrix<'_>, b: Matrix<'_>) -> [usize; 2] {
-    let (rows, columns) = (a.rows, b.columns);
-    let parts = threads.min(rows * columns * a.columns / PART).max(1);
+fn part_shape(threads: usize, [rows, inner, columns]: [usize; 3]) -> [usize; 2] {
+    let parts = threads.min(rows * inner * columns / PART).max(1);
     let shape = |of_rows: usize| {
         let part = |size: usize, parts: usize, step: usize| {
             size.div_ceil(parts).next_multiple_of(step).min(size)
@@ -440,16 +456,12 @@ mod tests {
     #[test]
     fn parts_cover_the_product_and_are_no_more_than_threads() {
         for [rows, columns] in [[256, 768], [768, 3072], [7, 50_257], [5000, 3]] {
-            let a = Matrix { elements: &[], rows, columns: 4096, row_stride: 0, column_stride: 0 };
-            let b = Matrix { rows: 4096, columns, ..a };
             for threads in [1, 2, 6, 16] {
-                let [of_rows, of_columns] = part_shape(threads, a, b);
+                let [of_rows, of_columns] = part_shape(threads, [rows, 4096, columns]);
                 let parts = rows.div_ceil(of_rows) * columns.div_ceil(of_columns);
                 assert!((1..=threads).contains(&parts), "{parts} parts on {threads} threads");
             }
         }
-        let small =
-            Matrix { elements: &[], rows: 100, columns: 8, row_stride: 0, column_stride: 0 };
-        assert_eq!(part_shape(8, small, small.transposed()), [100, 100]);
+        assert_eq!(part_shape(8, [100, 8, 100]), [100, 100]);
     }
 }
