@@ -39,6 +39,7 @@ PROGRAMS = {
     "PyTorch, one process, 8 rows": ("torch", "single", 1, 8, 128),
     "PyTorch DDP, 2 x 4": ("torch", "ddp", 2, 4, 128),
     "PyTorch FSDP2, 2 x 4": ("torch", "fsdp", 2, 4, 128),
+    "PyTorch FSDP2, 2 x 4, bf16": ("torch", "fsdp", 2, 4, 128, "bf16"),
     "PyTorch, one process, 2 rows, length 512": ("torch", "single", 1, 2, 512),
     "PyTorch GPT small, one process, 2 rows, length 1024": ("torch_gpt", 2, 1024),
     "PyTorch Llama 135 M, one process, 2 rows, length 512": ("torch_llama", 2, 512),
@@ -52,7 +53,10 @@ CASES = {
         ("NO_SHARD, 2 x 4", "PyTorch DDP, 2 x 4"),
     ],
     "one-rank": [("FULL_SHARD, 1 x 8", "PyTorch, one process, 8 rows")],
-    "bf16": [("FULL_SHARD, 2 x 4, bf16", "FULL_SHARD, 2 x 4")],
+    "bf16": [
+        ("FULL_SHARD, 2 x 4, bf16", "FULL_SHARD, 2 x 4"),
+        ("FULL_SHARD, 2 x 4, bf16", "PyTorch FSDP2, 2 x 4, bf16"),
+    ],
     "length-512": [
         ("FULL_SHARD, 2 x 1, length 512", "PyTorch, one process, 2 rows, length 512"),
     ],
@@ -88,7 +92,7 @@ def ours(steps, variant, ranks, rows, length, *more):
     return float(output([os.environ["STEP"], *run, *sizes, *more]).split()[0])
 
 
-def torch(steps, mode, ranks, rows, length):
+def torch(steps, mode, ranks, rows, length, dtype="f32"):
     """Returns the step of the slowest rank."""
     program = [sys.executable, os.path.join(HERE, "torch_bert.py"), mode, rows, length, *SHAPE]
     started = []
@@ -96,6 +100,7 @@ def torch(steps, mode, ranks, rows, length):
         environment = {
             **os.environ,
             "STEPS": str(steps),
+            "DTYPE": dtype,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks),
