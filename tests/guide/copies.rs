@@ -27,6 +27,19 @@ fn both_readmes_have_one_example_and_one_list_of_features() {
     assert_eq!(features(&repository), features(&package));
 }
 
+/// On a GPU nothing is tuned by default, as the table of features says.
+#[test]
+fn the_feature_of_cuda_brings_no_autotune() {
+    for manifest in ["Cargo.toml", "fsdp-runtime/Cargo.toml"] {
+        let manifest = text(manifest);
+        let features = |name: &str| {
+            let line = manifest.lines().find(|line| line.starts_with(&format!("{name} = [")));
+            line.expect("a feature").contains("\"autotune\"")
+        };
+        assert_eq!(["cuda", "cuda-cpp", "cpu"].map(features), [false, false, true]);
+    }
+}
+
 /// The README is the front page of the repository. Details belong in the guide.
 #[test]
 fn the_readme_has_at_most_220_lines() {
