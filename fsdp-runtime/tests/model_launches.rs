@@ -431,8 +431,8 @@ fn a_step_has_as_many_launches_as_the_budget_allows() {
         assert!(status.expect("a process").success());
         return;
     }
-    fsdp_kernels::cube::count_products(|product| {
-        CALLS.fetch_add(product.calls, Ordering::Relaxed);
+    fsdp_kernels::cube::count_products(|calls| {
+        CALLS.fetch_add(calls, Ordering::Relaxed);
     });
     fsdp_kernels::accesses::observe_bytes(|bytes| BOUND.set(BOUND.get() + bytes));
     let _dry_run = DryRun::new();

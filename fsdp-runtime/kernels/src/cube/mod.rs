@@ -57,8 +57,8 @@ pub use self::decode::decode_into;
 pub use self::device::cpu_rounds_to_bf16;
 #[cfg(feature = "cuda")]
 pub use self::lend::{Lent, lend};
+#[cfg(feature = "cpu")]
+pub use self::product::count_products;
 #[cfg(feature = "cuda")]
 pub use self::product::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
-#[cfg(feature = "cpu")]
-pub use self::product::{CountedProduct, count_products};
 pub use self::tensors::{contiguous, empty};

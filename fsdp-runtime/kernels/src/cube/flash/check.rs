@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
 use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
@@ -15,15 +15,14 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_std::device::ServiceId;
 use cubecl::dry_run::RealRun;
-use half::{bf16, f16};
 
 use super::attention::Attention;
 use super::plan::Setting;
 use super::{backward, forward};
 use crate::attention::{
-    AttentionRule, AttentionTensors, KeyRanges, MaskRow, Segments, WeightPlaces,
+    AttentionRule, AttentionTensors, KeyRanges, MASK_ROWS, MaskRow, Segments, WeightPlaces,
 };
-use crate::cube::tensors::{contiguous, is_interleaved};
+use crate::cube::tensors::is_interleaved;
 use crate::ignore_poison::IgnorePoison;
 use crate::mask::MaskSource;
 
@@ -116,7 +115,7 @@ impl fmt::Display for Failure {
 }
 
 /// Outcomes of the checks, by device and kind of attention.
-type Checked = HashMap<(ServiceId, Kind), Arc<OnceLock<bool>>>;
+type Checked = Mutex<HashMap<(ServiceId, Kind), Arc<OnceLock<bool>>>>;
 
 /// Returns whether the kernels of an attention have passed their check on the device of its tensors. The first
 /// call for a kind of attention makes the check. If it fails, it is reported once, as a warning.
@@ -125,13 +124,13 @@ pub(super) fn passes(
     rule: &AttentionRule,
     setting: Setting,
 ) -> bool {
-    static CHECKED: Mutex<Option<Checked>> = Mutex::new(None);
+    static CHECKED: LazyLock<Checked> = LazyLock::new(Checked::default);
     let kind = Kind::of(tensors, rule);
     let device = &tensors.query.device;
     let checked = {
         let mut checked = CHECKED.lock().ignore_poison();
         let of_device = (tensors.query.client.service_id(), kind);
-        Arc::clone(checked.get_or_insert_default().entry(of_device).or_default())
+        Arc::clone(checked.entry(of_device).or_default())
     };
     *checked.get_or_init(|| match check(device, &kind, setting) {
         Ok(()) => true,
@@ -208,61 +207,80 @@ impl Small {
         let grads = backward::backward(&attention, &results, &grad).expect("whole chunks");
         let mut found = Results::default();
         for (found, tensor) in found.iter_mut().zip(results.into_iter().chain(grads)) {
-            *found = read(&contiguous(tensor))?;
+            *found = read(tensor)?;
         }
         Ok(found)
     }
 
     /// Returns the results of loops on the host, in f64.
     fn expected(&self) -> Results {
-        let Self { width, tensors: AttentionTensors { query, key, value, bias }, .. } = self;
+        let Self { tensors: AttentionTensors { query, key, value, bias }, .. } = self;
+        let width = self.width;
         let scale = self.rule.scale;
         let ranges = KeyRanges::new(&self.rule, [LENGTH; 2]);
-        let row = |of: &'_ [f64], at: usize| of[at * width..][..*width].to_vec();
+        let masks = self.rule.dropout.map(Masks::new);
         let mut expected: Results =
             [query.len(), HEADS * LENGTH, query.len(), key.len(), value.len()]
                 .map(|len| vec![0.0; len]);
         let [outputs, logs, query_grads, key_grads, value_grads] = &mut expected;
         for (head, at) in (0..HEADS).flat_map(|head| (0..LENGTH).map(move |at| (head, at))) {
             let number = head * LENGTH + at;
-            let (query, grad) = (row(query, number), row(&self.grad, number));
+            let (query, grad) = (row(query, number, width), row(&self.grad, number, width));
             // Rows of the head of the keys that the query sees.
             let of_keys = head / (HEADS / KEY_HEADS) * LENGTH;
             let seen: Vec<usize> = ranges.of_query(0, at).collect();
             let score = |&at: &usize| {
-                dot(&query, &row(key, of_keys + at)) * scale
+                dot(query, row(key, of_keys + at, width)) * scale
                     + bias.as_ref().map_or(0.0, |bias| bias[at])
             };
             let exponentials: Vec<f64> = seen.iter().map(|at| score(at).exp()).collect();
             let sum: f64 = exponentials.iter().sum();
             logs[number] = sum.ln();
-            let kept = self.kept(head, at);
+            let kept = |key| masks.as_ref().map_or(1.0, |masks| masks.factor(head, at, key));
             let weights: Vec<f64> = exponentials.iter().map(|x| x / sum).collect();
-            let slopes: Vec<f64> =
-                seen.iter().map(|&at| dot(&grad, &row(value, of_keys + at)) * kept[at]).collect();
+            let slopes: Vec<f64> = seen
+                .iter()
+                .map(|&at| dot(grad, row(value, of_keys + at, width)) * kept(at))
+                .collect();
             let mean = dot(&weights, &slopes);
             for ((&at, weight), slope) in seen.iter().zip(weights).zip(slopes) {
                 let slope = weight * (slope - mean) * scale;
-                let dropped = weight * kept[at];
+                let dropped = weight * kept(at);
                 let of_key = of_keys + at;
-                add(&mut outputs[number * width..][..*width], dropped, &row(value, of_key));
-                add(&mut query_grads[number * width..][..*width], slope, &row(key, of_key));
-                add(&mut key_grads[of_key * width..][..*width], slope, &query);
-                add(&mut value_grads[of_key * width..][..*width], dropped, &grad);
+                add(&mut outputs[number * width..][..width], dropped, row(value, of_key, width));
+                add(&mut query_grads[number * width..][..width], slope, row(key, of_key, width));
+                add(&mut key_grads[of_key * width..][..width], slope, query);
+                add(&mut value_grads[of_key * width..][..width], dropped, grad);
             }
         }
         expected
     }
+}
 
-    /// Returns the factors by which dropout multiplies the weights of a query: 1 for all keys without dropout.
-    fn kept(&self, head: usize, query: usize) -> Vec<f64> {
-        let Some(source) = self.rule.dropout else { return vec![1.0; LENGTH] };
+/// The dropout masks of the small attention.
+struct Masks {
+    source: MaskSource,
+    places: WeightPlaces,
+    /// The mask of each block of queries.
+    of_blocks: Vec<Vec<f32>>,
+}
+
+impl Masks {
+    fn new(source: MaskSource) -> Self {
         let places = WeightPlaces::all(HEADS, [LENGTH; 2]);
-        let MaskRow { source, row, of_block } = places.row(source, query);
-        let keys = places.padded_keys();
-        let mask = source.mask(HEADS * of_block * keys);
-        let first = (head * of_block + row) * keys;
-        mask[first..][..LENGTH].iter().map(|&factor| factor.into()).collect()
+        let of_block = |first| {
+            let MaskRow { source, of_block, .. } = places.row(source, first);
+            source.mask(HEADS * of_block * places.padded_keys())
+        };
+        let of_blocks = (0..LENGTH).step_by(MASK_ROWS).map(of_block).collect();
+        Self { source, places, of_blocks }
+    }
+
+    /// Returns the factor of a weight.
+    fn factor(&self, head: usize, query: usize, key: usize) -> f64 {
+        let MaskRow { row, of_block, .. } = self.places.row(self.source, query);
+        let at = (head * of_block + row) * self.places.padded_keys() + key;
+        self.of_blocks[query / MASK_ROWS][at].into()
     }
 }
 
@@ -275,23 +293,18 @@ fn add(sums: &mut [f64], factor: f64, row: &[f64]) {
     sums.iter_mut().zip(row).for_each(|(sum, element)| *sum += factor * element);
 }
 
-/// Returns the elements of a contiguous tensor.
-fn read(tensor: &CubeTensor) -> Result<Vec<f64>, Failure> {
-    let bytes = tensor.client.read_one(tensor.handle.clone());
-    let bytes = bytes.map_err(|error| Failure::Unread(error.to_string()))?;
-    let halves = |number: fn(u16) -> f64| {
-        bytemuck::pod_collect_to_vec::<u8, u16>(&bytes).into_iter().map(number).collect()
-    };
-    let mut elements: Vec<f64> = match tensor.dtype {
-        DType::BF16 => halves(|bits| bf16::from_bits(bits).to_f64()),
-        DType::F16 => halves(|bits| f16::from_bits(bits).to_f64()),
-        _ => {
-            let numbers = bytemuck::pod_collect_to_vec::<u8, f32>(&bytes);
-            numbers.into_iter().map(f64::from).collect()
-        }
-    };
-    elements.truncate(tensor.shape().num_elements());
-    Ok(elements)
+/// Returns row `at` of rows of `width` elements.
+fn row(of: &[f64], at: usize, width: usize) -> &[f64] {
+    &of[at * width..][..width]
+}
+
+/// Returns the elements of a tensor.
+fn read(tensor: CubeTensor) -> Result<Vec<f64>, Failure> {
+    let data = burn::tensor::try_read_sync(CubeBackend::float_into_data(tensor));
+    match data.expect("CubeCL reads synchronously") {
+        Ok(data) => Ok(data.iter().collect()),
+        Err(error) => Err(Failure::Unread(error.to_string())),
+    }
 }
 
 /// Compares results with the expected ones, up to the rounding of factors and results in `dtype`.

@@ -5,22 +5,11 @@ use std::sync::OnceLock;
 
 use super::call::Call;
 
-/// Calls of a library.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CountedProduct {
-    /// Number of calls.
-    pub calls: usize,
-    /// Rows, columns and length of the sums of each product.
-    pub dims: [usize; 3],
-    /// Number of products of all calls.
-    pub products: usize,
-}
+static COUNT: OnceLock<fn(usize)> = OnceLock::new();
 
-static COUNT: OnceLock<fn(CountedProduct)> = OnceLock::new();
-
-/// Hands products on CubeCL's CPU device to `count`, from now on until the process ends. None of them is made, so
-/// their results are undefined. A second call has no effect.
-pub fn count_products(count: fn(CountedProduct)) {
+/// Hands the number of a library's calls for each product on CubeCL's CPU device to `count`, from now on until the
+/// process ends. No product is made, so their results are undefined. A second call has no effect.
+pub fn count_products(count: fn(usize)) {
     COUNT.get_or_init(|| count);
 }
 
@@ -31,7 +20,5 @@ pub(super) fn is_on() -> bool {
 
 /// Counts a call. Returns whether products are counted.
 pub(super) fn issue(call: &Call) -> bool {
-    let counted =
-        CountedProduct { calls: call.calls, dims: call.dims, products: call.calls * call.batch };
-    COUNT.get().map(|count| count(counted)).is_some()
+    COUNT.get().map(|count| count(call.calls)).is_some()
 }

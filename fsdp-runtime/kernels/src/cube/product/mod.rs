@@ -25,7 +25,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 
 use self::call::{Call, Epilogue, Operands};
 #[cfg(feature = "cpu")]
-pub use self::counted::{CountedProduct, count_products};
+pub use self::counted::count_products;
 #[cfg(feature = "cuda")]
 pub use self::cublaslt::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
 use super::copy::exclusive;

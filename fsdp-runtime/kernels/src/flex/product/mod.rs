@@ -171,8 +171,8 @@ impl<'a> Wide<'a> {
             true => Cow::Owned(tensor.to_contiguous()),
             false => Cow::Borrowed(tensor),
         };
-        let elements =
-            (!is_wide).then(|| with_float_type!(tensor.dtype(), |E| widened(memory::<E>(&tensor))));
+        let elements = (!is_wide)
+            .then(|| with_float_type!(tensor.dtype(), |E| converted(memory::<E>(&tensor))));
         Self { tensor, elements }
     }
 
@@ -184,17 +184,17 @@ impl<'a> Wide<'a> {
     }
 }
 
-/// Returns the elements as f32, converted on all threads of the current pool.
-fn widened<E: KernelFloat>(elements: &[E]) -> Vec<f32> {
-    let mut wide = Vec::with_capacity(elements.len());
-    let target = &mut wide.spare_capacity_mut()[..elements.len()];
+/// Returns the elements as another type, converted on all threads of the current pool.
+fn converted<I: KernelFloat, O: KernelFloat>(elements: &[I]) -> Vec<O> {
+    let mut converted = Vec::with_capacity(elements.len());
+    let target = &mut converted.spare_capacity_mut()[..elements.len()];
     let parts = target.par_chunks_mut(TASK).zip(elements.par_chunks(TASK));
     parts.for_each(|(target, elements)| {
         convert(elements, target);
     });
     // SAFETY: `convert` wrote every element of each part.
-    unsafe { wide.set_len(elements.len()) };
-    wide
+    unsafe { converted.set_len(elements.len()) };
+    converted
 }
 
 /// Checks that a matrix of contiguous rows lies within `len` elements.
@@ -255,12 +255,22 @@ fn multiply_into(
             }
         }
     };
+    for_each_part(threads, [a, b], multiply_at);
+}
+
+/// Calls `f` with each part of a product: its first row and column, and its factors. The parts have no element in
+/// common.
+fn for_each_part<'a, E: Copy + Sync>(
+    threads: Threads,
+    [a, b]: [Matrix<'a, E>; 2],
+    f: impl Fn([usize; 2], [Matrix<'a, E>; 2]) + Sync,
+) {
     let [part_rows, part_columns] = match threads {
         Threads::One => [a.rows, b.columns],
         Threads::Pool => part_shape(rayon::current_num_threads(), [a.rows, a.columns, b.columns]),
     };
     if [part_rows, part_columns] == [a.rows, b.columns] {
-        multiply_at([0, 0], [a, b]);
+        f([0, 0], [a, b]);
         return;
     }
     let row_starts = (0..a.rows).step_by(part_rows);
@@ -269,7 +279,7 @@ fn multiply_into(
     parts.into_par_iter().for_each(|[row, column]| {
         let a = a.rows(row..(row + part_rows).min(a.rows));
         let columns = column..(column + part_columns).min(b.columns);
-        multiply_at([row, column], [a, b.columns(columns)]);
+        f([row, column], [a, b.columns(columns)]);
     });
 }
 
@@ -411,11 +421,11 @@ mod tests {
     }
 
     /// Returns a matrix of these sizes, whose rows or columns are consecutive elements.
-    pub(in crate::flex::product) fn matrix(
-        elements: &[f32],
+    pub(in crate::flex::product) fn matrix<E: Copy>(
+        elements: &[E],
         [rows, columns]: [usize; 2],
         transposed: bool,
-    ) -> Matrix<'_> {
+    ) -> Matrix<'_, E> {
         match transposed {
             true => Matrix::new(elements, [columns, rows], rows).transposed(),
             false => Matrix::new(elements, [rows, columns], columns),

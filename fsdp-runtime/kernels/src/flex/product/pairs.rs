@@ -7,15 +7,13 @@
 
 use std::cell::RefCell;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use half::bf16;
 use multiversion::multiversion;
-use rayon::prelude::*;
 
-use super::{Matrix, Target, part_shape};
+use super::{Matrix, Target, Threads, converted, for_each_part};
 use crate::flex::float::KernelFloat;
-use crate::flex::loops::convert;
-use crate::flex::new_tensor::TASK;
 
 /// Rows of a tile of the result.
 const ROWS: usize = 12;
@@ -46,43 +44,30 @@ pub(super) fn are_multiplied() -> bool {
 /// If the processor does not have the instruction, or if the inner sizes differ.
 pub(super) fn new_product<E: KernelFloat>(factors: [Matrix<'_, bf16>; 2]) -> Vec<E> {
     let multiply = instruction().expect("the processor multiplies pairs");
-    product_by(multiply, rayon::current_num_threads(), factors)
+    product_by(multiply, Threads::Pool, factors)
 }
 
 fn product_by<E: KernelFloat>(
     multiply: Multiply,
-    threads: usize,
+    threads: Threads,
     [a, b]: [Matrix<'_, bf16>; 2],
 ) -> Vec<E> {
     assert_eq!(a.columns, b.rows, "the inner sizes of a product");
-    let [rows, inner, columns] = [a.rows, a.columns, b.columns];
-    let numel = rows * columns;
-    if inner == 0 || numel == 0 {
+    let numel = a.rows * b.columns;
+    if a.columns == 0 || numel == 0 {
         return vec![E::zeroed(); numel];
     }
-    let mut product: Vec<E> = Vec::with_capacity(numel);
-    if inner > INNER && size_of::<E>() < size_of::<f32>() {
+    if a.columns > INNER && size_of::<E>() < size_of::<f32>() {
         // The sums of several blocks are added before they are rounded.
-        let sums = product_by::<f32>(multiply, threads, [a, b]);
-        let target = &mut product.spare_capacity_mut()[..numel];
-        let parts = target.par_chunks_mut(TASK).zip(sums.par_chunks(TASK));
-        parts.for_each(|(target, sums)| {
-            convert(sums, target);
-        });
-    } else {
-        let target = Target { start: product.as_mut_ptr(), stride: columns };
-        let [part_rows, part_columns] = part_shape(threads, [rows, inner, columns]);
-        let row_starts = (0..rows).step_by(part_rows);
-        let starts = |row| (0..columns).step_by(part_columns).map(move |column| [row, column]);
-        let parts: Vec<[usize; 2]> = row_starts.flat_map(starts).collect();
-        parts.into_par_iter().for_each(|[row, column]| {
-            let a = a.rows(row..(row + part_rows).min(rows));
-            let b = b.columns(column..(column + part_columns).min(columns));
-            // SAFETY: the vector has room for the product, and parts have no element in common.
-            unsafe { multiply_part(multiply, target.part(row, column), [a, b]) };
-        });
+        return converted(&product_by::<f32>(multiply, threads, [a, b]));
     }
-    // SAFETY: the conversion, or the parts, which cover the product, wrote all elements.
+    let mut product: Vec<E> = Vec::with_capacity(numel);
+    let target = Target { start: product.as_mut_ptr(), stride: b.columns };
+    for_each_part(threads, [a, b], |[row, column], factors| {
+        // SAFETY: the vector has room for the product, and parts have no element in common.
+        unsafe { multiply_part(multiply, target.part(row, column), factors) };
+    });
+    // SAFETY: the parts cover the product, and each writes all its elements.
     unsafe { product.set_len(numel) };
     product
 }
@@ -109,12 +94,12 @@ unsafe fn multiply_part<E: KernelFloat>(
     [a, b]: [Matrix<'_, bf16>; 2],
 ) {
     PACKED.with_borrow_mut(|packed| {
-        for inner in starts(a.columns, INNER) {
+        for inner in ranges(a.columns, INNER) {
             let a = a.columns(inner.clone());
             let b = b.rows(inner.clone());
-            for columns in starts(b.columns, BLOCK_COLUMNS) {
+            for columns in ranges(b.columns, BLOCK_COLUMNS) {
                 pack(b.columns(columns.clone()).transposed(), &mut packed.columns);
-                for rows in starts(a.rows, BLOCK_ROWS) {
+                for rows in ranges(a.rows, BLOCK_ROWS) {
                     pack(a.rows(rows.clone()), &mut packed.rows);
                     let block = target.part(rows.start, columns.start);
                     let shape = [rows.len(), columns.len()];
@@ -127,7 +112,7 @@ unsafe fn multiply_part<E: KernelFloat>(
 }
 
 /// Returns the ranges of at most `size` of `count` rows or columns.
-fn starts(count: usize, size: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+fn ranges(count: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     (0..count).step_by(size).map(move |start| start..(start + size).min(count))
 }
 
@@ -189,7 +174,6 @@ unsafe fn write_tile<E: KernelFloat>(
 /// `g · pairs + p`. What is missing of a group and of a pair is zero.
 fn pack<const LANES: usize>(matrix: Matrix<'_, bf16>, packed: &mut Vec<[u32; LANES]>) {
     let pairs = matrix.columns.div_ceil(2);
-    packed.clear();
     packed.resize(matrix.rows.div_ceil(LANES) * pairs, [0; LANES]);
     for (at, group) in packed.chunks_exact_mut(pairs).enumerate() {
         let rows = at * LANES..((at + 1) * LANES).min(matrix.rows);
@@ -206,6 +190,9 @@ fn pack_group<const LANES: usize>(rows: Matrix<'_, bf16>, group: &mut [[u32; LAN
         u32::from(rows.elements[row * rows.row_stride + column * rows.column_stride].to_bits())
     };
     let whole = rows.columns / 2;
+    if rows.rows < LANES {
+        group.fill([0; LANES]);
+    }
     if rows.column_stride == 1 {
         for first in (0..whole).step_by(AT_ONCE) {
             let group = &mut group[first..(first + AT_ONCE).min(whole)];
@@ -236,6 +223,7 @@ fn pack_group<const LANES: usize>(rows: Matrix<'_, bf16>, group: &mut [[u32; LAN
         }
     }
     if rows.columns % 2 == 1 {
+        group[whole] = [0; LANES];
         for (row, pair) in group[whole][..rows.rows].iter_mut().enumerate() {
             *pair = bits(row, rows.columns - 1);
         }
@@ -290,7 +278,7 @@ fn multiply_by_instruction(a: &[[u32; ROWS]], b: &[[u32; COLUMNS]], tile: &mut T
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::elements;
+    use super::super::tests::{elements, matrix};
     use super::*;
 
     /// Computes a tile as the instruction does.
@@ -309,18 +297,6 @@ mod tests {
 
     fn narrow(len: usize, scale: f32) -> Vec<bf16> {
         elements(len).into_iter().map(|element| bf16::from_f32(element * scale)).collect()
-    }
-
-    /// Returns the matrix of these sizes, whose rows or columns are consecutive elements.
-    fn matrix(
-        elements: &[bf16],
-        [rows, columns]: [usize; 2],
-        transposed: bool,
-    ) -> Matrix<'_, bf16> {
-        match transposed {
-            true => Matrix::new(elements, [columns, rows], rows).transposed(),
-            false => Matrix::new(elements, [rows, columns], columns),
-        }
     }
 
     const SIZES: [[usize; 3]; 7] = [
@@ -344,7 +320,7 @@ mod tests {
                 let at = |m: &Matrix<'_, bf16>, row: usize, column: usize| {
                     m.elements[row * m.row_stride + column * m.column_stride].to_f64()
                 };
-                let found = product_by::<f32>(multiply, 1, [a, b]);
+                let found = product_by::<f32>(multiply, Threads::One, [a, b]);
                 for (number, found) in found.iter().enumerate() {
                     let (row, column) = (number / columns, number % columns);
                     let terms = (0..inner).map(|i| at(&a, row, i) * at(&b, i, column));
@@ -360,11 +336,11 @@ mod tests {
                     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
                     let parts = pool
                         .expect("a pool")
-                        .install(|| product_by::<f32>(multiply, threads, [a, b]));
+                        .install(|| product_by::<f32>(multiply, Threads::Pool, [a, b]));
                     assert_eq!(parts, found, "{rows} x {inner} x {columns} on {threads} threads");
                 }
                 let rounded: Vec<bf16> = found.into_iter().map(bf16::from_f32).collect();
-                assert_eq!(product_by::<bf16>(multiply, 1, [a, b]), rounded);
+                assert_eq!(product_by::<bf16>(multiply, Threads::One, [a, b]), rounded);
             }
         }
     }
@@ -382,8 +358,8 @@ mod tests {
         let Some(multiply) = instruction() else { return };
         let (a, b) = (narrow(40 * 300, 1.0), narrow(300 * 70, 2.0));
         let factors = [matrix(&a, [40, 300], false), matrix(&b, [300, 70], false)];
-        let [found, expected] =
-            [multiply, multiply_by_loops].map(|multiply| product_by::<f32>(multiply, 1, factors));
+        let [found, expected] = [multiply, multiply_by_loops]
+            .map(|multiply| product_by::<f32>(multiply, Threads::One, factors));
         assert_eq!(found, expected);
     }
 
@@ -392,8 +368,11 @@ mod tests {
         let multiply = instruction().unwrap_or(multiply_by_loops);
         let (mut a, b) = (narrow(20 * 9, 1.0), narrow(9 * 40, 1.0));
         a[3 * 9 + 8] = bf16::NAN;
-        let found: Vec<f32> =
-            product_by(multiply, 1, [matrix(&a, [20, 9], false), matrix(&b, [9, 40], false)]);
+        let found: Vec<f32> = product_by(
+            multiply,
+            Threads::One,
+            [matrix(&a, [20, 9], false), matrix(&b, [9, 40], false)],
+        );
         for (at, element) in found.into_iter().enumerate() {
             assert_eq!(element.is_nan(), at / 40 == 3, "{at}");
         }
