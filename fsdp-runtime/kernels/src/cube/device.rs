@@ -9,6 +9,11 @@ pub(super) fn on_cpu(client: &Client) -> bool {
     client.properties().hardware.num_cpu_cores.is_some()
 }
 
+/// Returns the compute capability of an NVIDIA GPU, such as 90 for 9.0, and `None` for other devices.
+pub(super) fn compute_capability(client: &Client) -> Option<u32> {
+    client.properties().identity.fingerprint.strip_prefix("ptx_sm")?.parse().ok()
+}
+
 /// Returns whether CubeCL's compiler for CPUs can round to bf16. It needs an instruction for that:
 /// without it the compiled code calls a function that does not exist.
 pub fn cpu_rounds_to_bf16() -> bool {

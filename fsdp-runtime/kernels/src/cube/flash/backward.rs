@@ -58,7 +58,8 @@ fn means(
     let (heads, queries) = (attention.heads, attention.queries());
     let means = empty(output, Shape::from([attention.batch, heads, queries, 1]), DType::F32);
     let plan = attention.plan(Pass::Forward);
-    let (count, dim) = grid(&attention.client, rows);
+    let lanes = plan.lanes_of_row();
+    let (count, dim) = grid(&attention.client, rows * lanes);
     // SAFETY: `in_chunks` checked that the buffers hold the rows. The kernel reads only these, and
     // writes a number for each, which the new tensor has.
     unsafe {
@@ -75,6 +76,7 @@ fn means(
             heads,
             queries,
             plan.chunks(),
+            lanes,
             element(output.dtype),
         );
     }

@@ -332,8 +332,6 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
         let next_first = first_query(ahead, of_head, plan);
         let of_query = head_rows(batch, head, &shape.query, shape.queries);
         let of_grad = head_rows(batch, head, &grad_strides, shape.queries);
-        let next_queries = read_rows(query, &of_query, next_first, columns, plan);
-        let next_grads = read_rows(grad, &of_grad, next_first, columns, plan);
 
         let mut scores = products_of_tiles::<P, F>(&key_tile, plane_row, &query_tile, plan);
         let seen = seen_keys(batch, first, last, table, &shape, plan);
@@ -349,6 +347,8 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
         if comptime!(masks == 0) {
             add_products::<P, F>(&mut value_sums, &scores, &grad_tile, plan);
         }
+        // The rows ahead are read late: they take registers that the scores need.
+        let next_grads = read_rows(grad, &of_grad, next_first, columns, plan);
         let mut slopes = products_of_tiles::<P, F>(&value_tile, plane_row, &grad_tile, plan);
         let of_all = batch * shape.heads + key_head * shape.group + quotient(tile, of_head);
         let (keep, one) = (shape.keep, 1.0f32.runtime());
@@ -358,6 +358,7 @@ pub(super) fn flash_key_grads_kernel<P: TileProduct, F: Float>(
             drop_transposed(&mut scores, mask, of_all, own_key, first, lane, one, &shape, plan);
             add_products::<P, F>(&mut value_sums, &scores, &grad_tile, plan);
         }
+        let next_queries = read_rows(query, &of_query, next_first, columns, plan);
         add_products::<P, F>(&mut key_sums, &slopes, &query_tile, plan);
         // All threads have read the queries.
         sync_cube();

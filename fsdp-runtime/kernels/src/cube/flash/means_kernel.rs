@@ -5,10 +5,11 @@ use cubecl::prelude::*;
 
 use super::fragments::{CHUNK, Chunk};
 use super::scores::HIDDEN;
-use super::shape::Strides;
+use super::shape::{Strides, quotient};
 use super::tiles::head_rows;
 
-/// Writes the sums of the products of each row of the output and its gradient, for `rows` rows of all heads.
+/// Writes the sums of the products of each row of the output and its gradient, for `rows` rows of all heads. Each row
+/// is read by `lanes` neighbouring threads of a plane: a power of two that divides its number of chunks.
 #[cube(launch_unchecked)]
 pub(super) fn flash_means_kernel<F: Float>(
     output: &[Chunk<F>],
@@ -20,25 +21,33 @@ pub(super) fn flash_means_kernel<F: Float>(
     heads: usize,
     queries: usize,
     #[comptime] chunks: usize,
+    #[comptime] lanes: usize,
     #[define(F)] _dtype: ElemType,
 ) {
-    let row = ABSOLUTE_POS;
-    if row < rows {
-        let head = row / queries;
-        let of_output = head_rows(head / heads, head % heads, &output_strides, queries);
-        let of_grad = head_rows(head / heads, head % heads, &grad_strides, queries);
-        let first = of_output.first + row % queries * of_output.stride;
-        let first_grad = of_grad.first + row % queries * of_grad.stride;
-        let mut sums = Chunk::<f32>::new(0.0f32);
-        for at in 0..chunks {
-            let element = Chunk::<f32>::cast_from(output[first + at]);
-            sums += element * Chunk::<f32>::cast_from(grad[first_grad + at]);
-        }
-        let mut sum = 0.0f32;
-        #[unroll]
-        for at in 0..comptime!(CHUNK) {
-            sum += sums.extract(at);
-        }
+    let lane = ABSOLUTE_POS % lanes;
+    // Threads after those of the last row take part in its sum.
+    let row = min(ABSOLUTE_POS / lanes, rows - 1);
+    let (head, query) = (quotient(row, queries), row - quotient(row, queries) * queries);
+    let (batch, head) = (quotient(head, heads), head - quotient(head, heads) * heads);
+    let of_output = head_rows(batch, head, &output_strides, queries);
+    let of_grad = head_rows(batch, head, &grad_strides, queries);
+    let first = of_output.first + query * of_output.stride + lane;
+    let first_grad = of_grad.first + query * of_grad.stride + lane;
+    let mut sums = Chunk::<f32>::new(0.0f32);
+    for at in 0..comptime!(chunks / lanes) {
+        let element = Chunk::<f32>::cast_from(output[first + at * lanes]);
+        sums += element * Chunk::<f32>::cast_from(grad[first_grad + at * lanes]);
+    }
+    let mut sum = 0.0f32;
+    #[unroll]
+    for at in 0..comptime!(CHUNK) {
+        sum += sums.extract(at);
+    }
+    #[unroll]
+    for bit in 0..comptime!(lanes.trailing_zeros()) {
+        sum += plane_shuffle_xor(sum, comptime!(1 << bit));
+    }
+    if lane == 0 && ABSOLUTE_POS / lanes < rows {
         means[row] = sum;
     }
 }

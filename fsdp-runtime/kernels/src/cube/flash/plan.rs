@@ -8,7 +8,7 @@ use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind};
 
 use super::fragments::{CHUNK, Fragments, TILE};
-use crate::cube::device::{on_cpu, rounds_in_integers};
+use crate::cube::device::{compute_capability, on_cpu, rounds_in_integers};
 use crate::cube::tensors::element;
 
 /// Largest width of a query, a key and a value.
@@ -79,6 +79,14 @@ impl Plan {
         stride(self.width)
     }
 
+    /// Returns the number of threads that read the chunks of a row together: a power of two.
+    pub(super) const fn lanes_of_row(&self) -> usize {
+        match self.fragments {
+            Fragments::Matrix => 1 << self.chunks().trailing_zeros(),
+            Fragments::Scalar => 1,
+        }
+    }
+
     /// Returns the number of rows whose chunks the threads of a cube take at once. It is 0 if one thread takes all.
     pub(super) const fn rows_at_once(&self) -> usize {
         self.threads() / self.chunks()
@@ -146,12 +154,13 @@ pub(super) fn plan(
         return None;
     };
     let integers = rounds_in_integers(client, dtype);
-    Some(Plan { integers, ..division(fragments, width, pass) })
+    let capability = compute_capability(client).unwrap_or_default();
+    Some(Plan { integers, ..division(fragments, width, pass, capability) })
 }
 
-/// Returns the division for a width. Registers and shared memory of each are bounded by the tests that assemble
-/// the kernels.
-fn division(fragments: Fragments, width: usize, pass: Pass) -> Plan {
+/// Returns the division for a width on a GPU of this compute capability. Registers and shared memory of each are bounded
+/// by the tests that assemble the kernels.
+fn division(fragments: Fragments, width: usize, pass: Pass, capability: u32) -> Plan {
     let [planes, strips, columns] = match (fragments, pass) {
         (Fragments::Matrix, Pass::Forward) => match width {
             48 | 64 => [PLANES, 2, 48],
@@ -159,6 +168,8 @@ fn division(fragments: Fragments, width: usize, pass: Pass) -> Plan {
             _ => [PLANES, 1, 64],
         },
         (Fragments::Matrix, Pass::QueryGrads | Pass::KeyGrads) if width <= 64 => [PLANES, 1, 64],
+        // The assembler needs more registers there for the same kernel.
+        (Fragments::Matrix, Pass::KeyGrads) if width > 96 && capability >= 100 => [PLANES, 1, 16],
         (Fragments::Matrix, Pass::QueryGrads | Pass::KeyGrads) => [PLANES, 1, 32],
         // Several strips, and tiles that divide few lengths.
         (Fragments::Scalar, _) => [1, 2, 48],
