@@ -1,10 +1,11 @@
 //! Products of matrices, on the kernel that Flex itself uses (crate `gemm`). Processors with an instruction for bf16
-//! have a kernel of their own for matrices of bf16.
+//! have a kernel of their own for matrices of bf16. Other matrices of bf16 and f16 are converted block by block.
 //!
 //! A product is written to memory that nothing wrote before. Burn's product of Flex fills its memory with
 //! zeros and copies it to aligned memory first.
 
 mod consecutive;
+mod narrow;
 mod pairs;
 mod turned;
 
@@ -122,6 +123,13 @@ pub(super) fn product([a, b]: [&FlexTensor; 2], dtype: DType) -> FlexTensor {
             shape
         )));
     }
+    if a.dtype() == b.dtype()
+        && a.dtype() != DType::F32
+        && let Some(product) =
+            with_float_type!(a.dtype(), |I| product_in_blocks::<I>([a, b], dtype))
+    {
+        return product;
+    }
     let [a, b] = [a, b].map(Wide::new);
     let sums = new_product([&a, &b].map(Wide::matrix));
     if dtype == DType::F32 {
@@ -130,6 +138,18 @@ pub(super) fn product([a, b]: [&FlexTensor; 2], dtype: DType) -> FlexTensor {
     with_float_type!(dtype, |E| new_tensor(shape, |at, part: &mut Uninit<E>| {
         convert(&sums[at..][..part.len()], part)
     }))
+}
+
+/// Returns the product of matrices of bf16 or f16 that are converted block by block, where this saves time.
+fn product_in_blocks<I: KernelFloat>([a, b]: [&FlexTensor; 2], dtype: DType) -> Option<FlexTensor> {
+    let factors = [a, b].map(|tensor| strided(tensor, memory::<I>(tensor)));
+    let shape = Shape::from([a.shape()[0], b.shape()[1]]);
+    narrow::is_faster(factors).then(|| {
+        with_float_type!(dtype, |O| FlexTensor::from_data(TensorData::new(
+            narrow::new_product::<I, O>(factors),
+            shape
+        )))
+    })
 }
 
 /// Returns the elements of `a · b`.
@@ -307,6 +327,23 @@ impl<E> Target<E> {
     /// Returns the target from an element on.
     fn part(self, row: usize, column: usize) -> Self {
         Self { start: self.start.wrapping_add(row * self.stride + column), ..self }
+    }
+}
+
+/// Writes sums to a row of a target, rounded to its type, or adds them.
+///
+/// # Safety
+///
+/// The row lies in memory that nothing else uses. It is initialised if `adds` is true.
+#[inline(always)]
+unsafe fn write_row<E: KernelFloat>(sums: &[f32], target: Target<E>, adds: bool) {
+    // SAFETY: as the caller promises.
+    let target: &mut Uninit<E> =
+        unsafe { std::slice::from_raw_parts_mut(target.start.cast(), sums.len()) };
+    for (target, &sum) in target.iter_mut().zip(sums) {
+        // SAFETY: as the caller promises.
+        let before = if adds { unsafe { target.assume_init() }.wide() } else { 0.0 };
+        target.write(E::narrow(if adds { before + sum } else { sum }));
     }
 }
 

@@ -6,13 +6,12 @@
 //! elements and sums below 2^-126 for zero.
 
 use std::cell::RefCell;
-use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use half::bf16;
 use multiversion::multiversion;
 
-use super::{Matrix, Target, Threads, converted, for_each_part};
+use super::{Matrix, Target, Threads, converted, for_each_part, write_row};
 use crate::flex::float::KernelFloat;
 
 /// Rows of a tile of the result.
@@ -159,14 +158,8 @@ unsafe fn write_tile<E: KernelFloat>(
     adds: bool,
 ) {
     for (row, sums) in tile.iter().take(rows).enumerate() {
-        let start = target.part(row, 0).start.cast::<MaybeUninit<E>>();
         // SAFETY: as the caller promises.
-        let target = unsafe { std::slice::from_raw_parts_mut(start, width) };
-        for (target, &sum) in target.iter_mut().zip(sums) {
-            // SAFETY: as the caller promises.
-            let before = if adds { unsafe { target.assume_init() }.wide() } else { 0.0 };
-            target.write(E::narrow(if adds { before + sum } else { sum }));
-        }
+        unsafe { write_row(&sums[..width], target.part(row, 0), adds) };
     }
 }
 
