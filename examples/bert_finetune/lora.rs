@@ -86,6 +86,18 @@ mod tests {
         let set = lora(&[&flags[..], &more].concat()).unwrap().unwrap().config;
         assert_eq!((set.dropout(), set.rslora()), (0.1, true));
         assert_eq!(set.rank_pattern(), [("up".to_string(), 2), ("value".to_string(), 6)]);
+        let more = [
+            "--lora-alphas",
+            "up=3",
+            "--lora-exclude",
+            "value",
+            "--lora-modules-to-save",
+            "pooler",
+        ];
+        let set = lora(&[&flags[..], &more].concat()).unwrap().unwrap().config;
+        assert_eq!(set.alpha_pattern(), [("up".to_string(), 3.0)]);
+        assert_eq!(set.excluded_modules(), ["value"]);
+        assert_eq!(set.modules_to_save(), ["pooler", "classifier"]);
         let error = lora(&["--quantize", "nf4"]).unwrap_err().to_string();
         assert!(error.contains("--lora 8"), "{error}");
         for (flags, expected) in [
@@ -93,6 +105,7 @@ mod tests {
             (&["--pretrained", "dir", "--lora-alpha", "8"], "--lora"),
             (&["--quantize", "int4"], "nf4, int8, bf16"),
             (&["--pretrained", "dir", "--lora", "8", "--lora-ranks", "up"], "such as value=4"),
+            (&["--pretrained", "dir", "--lora", "8", "--lora-alphas", "up=0"], "a number above 0"),
         ] {
             let message = parse(flags).unwrap_err().to_string();
             assert!(message.contains(expected), "{flags:?}: {message}");

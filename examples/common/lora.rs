@@ -34,6 +34,10 @@ pub struct LoraArgs {
     #[arg(long, value_name = "ALPHA", value_parser = alpha, requires = "lora")]
     pub lora_alpha: Option<f64>,
 
+    /// Layers whose adapters have another alpha, such as value=8,up=32
+    #[arg(long, value_name = "NAME=ALPHA", value_delimiter = ',', value_parser = named_alpha, requires = "lora")]
+    pub lora_alphas: Vec<(String, f64)>,
+
     /// Linear layers that get adapters, by the last segments of their names, or all-linear [default:
     /// query,value; all-linear for models of the Llama family]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
@@ -42,6 +46,14 @@ pub struct LoraArgs {
     /// Numbers of the blocks whose layers get adapters, such as 0,1 [default: all]
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', requires = "lora")]
     pub lora_layers: Vec<usize>,
+
+    /// Linear layers that get no adapters, by the last segments of their names
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
+    pub lora_exclude: Vec<String>,
+
+    /// Modules that are trained and saved whole beside the adapters, by the last segments of their names
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
+    pub lora_modules_to_save: Vec<String>,
 
     /// Directory of adapters to start from, in PEFT's format: `adapter_config.json` and
     /// `adapter_model.safetensors`. They are trained on, in place of new ones of --lora
@@ -89,9 +101,18 @@ fn alpha(text: &str) -> Result<f64, String> {
 }
 
 fn named_rank(text: &str) -> Result<(String, usize), String> {
-    let parts = text.split_once('=').filter(|(name, _)| !name.is_empty());
-    let (name, rank) = parts.ok_or("expected a name and a rank, such as value=4")?;
-    Ok((name.to_string(), positive(rank)?))
+    let (name, rank) = named(text).ok_or("expected a name and a rank, such as value=4")?;
+    Ok((name, positive(rank)?))
+}
+
+fn named_alpha(text: &str) -> Result<(String, f64), String> {
+    let (name, number) = named(text).ok_or("expected a name and an alpha, such as value=8")?;
+    Ok((name, alpha(number)?))
+}
+
+fn named(text: &str) -> Option<(String, &str)> {
+    let (name, value) = text.split_once('=').filter(|(name, _)| !name.is_empty())?;
+    Some((name.to_string(), value))
 }
 
 impl LoraArgs {
@@ -139,7 +160,10 @@ impl LoraArgs {
             .with_dropout(self.lora_dropout.unwrap_or(0.0))
             .with_rslora(self.lora_rslora)
             .with_rank_pattern(self.lora_ranks.clone())
+            .with_alpha_pattern(self.lora_alphas.clone())
             .with_target_modules(targets)
+            .with_excluded_modules(self.lora_exclude.clone())
+            .with_modules_to_save(self.lora_modules_to_save.clone())
             .with_layers_to_transform(self.lora_layers.clone())
     }
 }

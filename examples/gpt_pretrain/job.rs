@@ -193,8 +193,13 @@ impl Job {
             "--save-adapters, and the run trains none; add --lora 8"
         );
         ensure!(
-            cli.lora.lora_ranks.is_empty() || cli.save_adapters.is_none(),
-            "--save-adapters writes adapters of one rank; leave --lora-ranks out"
+            (cli.lora.lora_ranks.is_empty() && cli.lora.lora_alphas.is_empty())
+                || cli.save_adapters.is_none(),
+            "--save-adapters writes adapters of one rank and alpha; leave --lora-ranks and --lora-alphas out"
+        );
+        ensure!(
+            cli.lora.lora_modules_to_save.is_empty() || cli.save_adapters.is_none(),
+            "--save-adapters writes adapters alone; leave --lora-modules-to-save out"
         );
         ensure!(
             cli.lora.lora_layers.is_empty() || cli.save_adapters.is_none(),

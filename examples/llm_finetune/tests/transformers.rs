@@ -102,10 +102,12 @@ fn saved_models_and_adapters_are_read_by_transformers_and_peft() {
     assert_same(&python, &full, None);
 
     let tune = ["--model", path(&full), "--steps", "3", "--learning-rate", "1e-2"];
-    let ranks = ["--lora", "4", "--lora-rslora", "--lora-ranks", "k_proj=2"];
+    let ranks =
+        ["--lora", "4", "--lora-rslora", "--lora-ranks", "k_proj=2", "--lora-alphas", "q_proj=3"];
+    let modules = ["--lora-exclude", "down_proj", "--lora-modules-to-save", "norm"];
     for (name, more) in [("adapters", &[][..]), ("merged", &["--merge-adapters"])] {
         let saved = place(name);
-        run(&[&tune[..], &ranks, &["--save", path(&saved)], more].concat()).unwrap();
+        run(&[&tune[..], &ranks, &modules, &["--save", path(&saved)], more].concat()).unwrap();
     }
     assert_same(&python, &full, Some(&place("adapters")));
     assert_same(&python, &place("merged"), None);

@@ -131,13 +131,16 @@ impl Call {
     }
 
     /// Returns whether the library has the epilogue for these sizes. A second target needs rows of whole
-    /// vectors.
+    /// vectors. cuBLAS before 12.8 update 1 adds a wrong bias where D has one row or column, and before 12.3
+    /// update 1 sums wrong rows of factors that have one column.
     pub(super) fn is_taken(&self) -> bool {
-        let [rows, _, _] = self.dims;
+        let [rows, columns, inner] = self.dims;
+        let is_one = self.batch * self.calls == 1;
         match self.epilogue {
             Epilogue::None => true,
-            Epilogue::Bias | Epilogue::SumsOfA => self.batch * self.calls == 1,
-            Epilogue::BiasAndGelu => self.batch * self.calls == 1 && rows.is_multiple_of(8),
+            Epilogue::Bias => is_one && rows > 1 && columns > 1,
+            Epilogue::SumsOfA => is_one && inner > 1,
+            Epilogue::BiasAndGelu => is_one && rows.is_multiple_of(8) && columns > 1,
         }
     }
 }

@@ -14,7 +14,7 @@ use self::device::Issue;
 pub use self::library::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
 use self::plan::Handles;
 use super::Buffers;
-use super::call::Call;
+use super::call::{Call, Epilogue};
 
 /// Returns whether products on the device are calls of the library. If they are not, the reason was
 /// reported once, as a warning.
@@ -25,7 +25,12 @@ pub(super) fn serves(device: &CudaDevice) -> bool {
 /// Issues a call. Returns whether the library takes it.
 pub(super) fn issue(device: &CudaDevice, call: &Call, buffers: &Buffers) -> bool {
     let Some(handles) = handles(device) else { return false };
-    let Some(plan) = handles.plan(call, alignment(call, buffers)) else { return false };
+    let alignment = alignment(call, buffers);
+    // The heuristic is not told where the bias is, and some kernels read whole vectors of it.
+    if call.epilogue != Epilogue::None && u64::from(alignment[2]) < ALIGNMENT {
+        return false;
+    }
+    let Some(plan) = handles.plan(call, alignment) else { return false };
     Issue::new(handles, plan, call, buffers).submit(device);
     true
 }

@@ -20,12 +20,40 @@ const DESC_AUXILIARY_LEADING: c_uint = 12;
 const DESC_BIAS_DTYPE: c_uint = 26;
 const LAYOUT_BATCH: c_uint = 5;
 const LAYOUT_BATCH_STRIDE: c_uint = 6;
-pub(super) const PREFERENCE_WORKSPACE: c_uint = 1;
+const PREFERENCE_WORKSPACE: c_uint = 1;
+const PREFERENCE_REDUCTION: c_uint = 3;
+/// Parts of a sum are added in the type in which products are, not in that of D, which may be bf16.
+const REDUCTION_IN_COMPUTE_TYPE: c_uint = 2;
 /// Of A, B, C and D.
-pub(super) const PREFERENCE_ALIGNMENT: [c_uint; 4] = [5, 6, 7, 8];
+const PREFERENCE_ALIGNMENT: [c_uint; 4] = [5, 6, 7, 8];
 const EPILOGUE_BIAS: c_uint = 4;
 const EPILOGUE_GELU_AUX_BIAS: c_uint = 164;
 const EPILOGUE_BGRADA: c_uint = 256;
+
+/// Statuses of a call that the library does not take: an invalid value, and what is not supported.
+const NOT_TAKEN: [Status; 2] = [7, NOT_SUPPORTED];
+pub(super) const NOT_SUPPORTED: Status = 15;
+
+/// Runs the first of some algorithms that the library takes, from number `first` on, and returns its number.
+///
+/// # Errors
+///
+/// If an algorithm fails for another reason, or if the library takes none.
+pub(super) fn first_taken<A>(
+    call: &'static str,
+    algorithms: &[A],
+    first: usize,
+    run: impl Fn(&A) -> Status,
+) -> Result<usize, CublasLtError> {
+    let mut status = NOT_SUPPORTED;
+    for (number, algorithm) in algorithms.iter().enumerate().skip(first) {
+        status = run(algorithm);
+        if !NOT_TAKEN.contains(&status) {
+            return checked(call, status).map(|()| number);
+        }
+    }
+    Err(CublasLtError::Call { call, status })
+}
 
 /// Converts the status of a call.
 pub(super) fn checked(call: &'static str, status: Status) -> Result<(), CublasLtError> {
@@ -107,10 +135,31 @@ impl Library {
         attribute(set, name, layout, LAYOUT_BATCH_STRIDE, &(call.batch_strides[at] as i64))?;
         Ok(layout)
     }
+
+    /// Creates the preference of algorithms that need at most so many bytes of scratch memory, given the
+    /// alignments of A, B and all other buffers in bytes.
+    pub(super) fn preference(
+        &self,
+        workspace: usize,
+        [a, b, d]: [u32; 3],
+    ) -> Result<Opaque, CublasLtError> {
+        let mut preference = null_mut();
+        // SAFETY: the function writes a preference.
+        let status = unsafe { (self.cublasLtMatmulPreferenceCreate)(&raw mut preference) };
+        checked("cublasLtMatmulPreferenceCreate", status)?;
+        let set = self.cublasLtMatmulPreferenceSetAttribute;
+        let name = "cublasLtMatmulPreferenceSetAttribute";
+        attribute(set, name, preference, PREFERENCE_WORKSPACE, &workspace)?;
+        attribute(set, name, preference, PREFERENCE_REDUCTION, &REDUCTION_IN_COMPUTE_TYPE)?;
+        for (key, bytes) in PREFERENCE_ALIGNMENT.into_iter().zip([a, b, d, d]) {
+            attribute(set, name, preference, key, &bytes)?;
+        }
+        Ok(preference)
+    }
 }
 
 /// Sets an attribute of a descriptor, a layout or a preference.
-pub(super) fn attribute<T>(
+fn attribute<T>(
     set: unsafe extern "C" fn(Opaque, c_uint, *const c_void, usize) -> Status,
     name: &'static str,
     of: Opaque,
@@ -150,6 +199,7 @@ mod tests {
                 return;
             }
         };
+        library.preference(32 << 20, [16, 8, 2]).expect("a preference");
         for epilogue in [Epilogue::None, Epilogue::Bias, Epilogue::BiasAndGelu, Epilogue::SumsOfA] {
             for dtypes in [[DType::F32; 2], [DType::BF16; 2], [DType::BF16, DType::F32]] {
                 for transposed in [[false; 2], [true, false], [false, true], [true; 2]] {
@@ -164,6 +214,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn an_algorithm_that_is_refused_is_followed_by_the_next() {
+        let run =
+            |statuses: &[Status], first| first_taken("call", statuses, first, |&status| status);
+        assert_eq!(run(&[0, 0], 0), Ok(0));
+        assert_eq!(run(&[NOT_SUPPORTED, 7, 0, 0], 0), Ok(2));
+        assert_eq!(run(&[7, 0, 0], 1), Ok(1));
+        let failed = |status| Err(CublasLtError::Call { call: "call", status });
+        assert_eq!(run(&[NOT_SUPPORTED, 13, 0], 0), failed(13), "a failure is none of the sizes");
+        assert_eq!(run(&[NOT_SUPPORTED, 7], 0), failed(7));
     }
 
     #[test]

@@ -10,8 +10,13 @@ pub const CUBLASLT: &str = "FSDP_CUBLASLT";
 pub const CUBLASLT_LIBRARY: &str = "FSDP_CUBLASLT_LIBRARY";
 
 /// Names under which CUDA's packages install the library, the newest first.
-const NAMES: [&str; 4] =
-    ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so", "cublasLt64_13.dll"];
+const NAMES: [&str; 5] = [
+    "libcublasLt.so.13",
+    "libcublasLt.so.12",
+    "libcublasLt.so",
+    "cublasLt64_13.dll",
+    "cublasLt64_12.dll",
+];
 
 /// Why products on a CUDA device are not calls of cuBLASLt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -58,7 +63,7 @@ pub(super) type Opaque = *mut c_void;
 pub(super) struct Heuristic {
     pub(super) algorithm: [u64; 8],
     pub(super) workspace: usize,
-    state: Status,
+    pub(super) state: Status,
     waves: f32,
     reserved: [c_int; 4],
 }

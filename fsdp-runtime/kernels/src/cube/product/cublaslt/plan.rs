@@ -3,20 +3,20 @@
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::CudaContext;
 
-use super::descriptors::{
-    DESC_AUXILIARY, DESC_BIAS, PREFERENCE_ALIGNMENT, PREFERENCE_WORKSPACE, attribute, checked,
-    refused,
-};
+use super::descriptors::{DESC_AUXILIARY, DESC_BIAS, NOT_SUPPORTED, checked, first_taken, refused};
 use super::library::{CublasLtError, Heuristic, Library, Opaque, library};
 use crate::IgnorePoison;
 use crate::cube::product::call::Call;
 
 /// Bytes of scratch memory that an algorithm may use: what the library's documentation advises for Hopper.
 const WORKSPACE: usize = 32 << 20;
+/// Most algorithms that are asked for. The library may refuse one when it is run (a known issue of cuBLAS 13.5).
+const ALGORITHMS: usize = 4;
 
 /// A pointer that the library gave out.
 #[derive(Clone, Copy)]
@@ -47,14 +47,16 @@ pub(super) struct Handles {
     workspaces: Mutex<HashMap<usize, u64>>,
 }
 
-/// A call with its descriptors and its algorithm. They are never freed: a model has few shapes.
+/// A call with its descriptors and its algorithms. They are never freed: a model has few shapes.
 pub(super) struct Plan {
     desc: Pointer,
     a: Pointer,
     b: Pointer,
     d: Pointer,
-    algorithm: [u64; 8],
-    workspace: usize,
+    /// The fastest first, as the heuristic has them.
+    algorithms: Vec<Heuristic>,
+    /// Number of the first algorithm that has not been refused.
+    first: AtomicUsize,
 }
 
 /// Addresses of a call's buffers.
@@ -95,14 +97,28 @@ impl Handles {
     pub(super) fn plan(&self, call: &Call, alignment: [u32; 3]) -> Option<Arc<Plan>> {
         let tf32 = crate::products::allows_tf32();
         let mut plans = self.plans.lock().ignore_poison();
-        let new = || match self.new_plan(call, alignment, tf32) {
+        let key = Key { call: *call, alignment, tf32 };
+        if let Some(plan) = plans.get(&key) {
+            return plan.clone();
+        }
+        let plan = match self.new_plan(call, alignment, tf32) {
             Ok(plan) => Some(Arc::new(plan)),
             Err(error) => {
-                tracing::debug!("cuBLASLt does not take {call:?}: {error}");
+                let is_alike = |(other, plan): (&Key, &Option<Arc<Plan>>)| {
+                    let Call { dtypes, epilogue, .. } = other.call;
+                    plan.is_none() && (dtypes, epilogue) == (call.dtypes, call.epilogue)
+                };
+                let message =
+                    format!("cuBLASLt does not take {call:?}, kernels do its work: {error}");
+                match plans.iter().any(is_alike) {
+                    true => tracing::debug!("{message}"),
+                    false => tracing::warn!("{message}"),
+                }
                 None
             }
         };
-        plans.entry(Key { call: *call, alignment, tf32 }).or_insert_with(new).clone()
+        plans.insert(key, plan.clone());
+        plan
     }
 
     fn new_plan(
@@ -116,20 +132,10 @@ impl Handles {
         let desc = library.descriptor(call, tf32)?;
         let [a, b, d] =
             [library.layout(call, 0)?, library.layout(call, 1)?, library.layout(call, 2)?];
-        let mut preference = null_mut();
-        // SAFETY: the function writes a preference.
-        let status = unsafe { (library.cublasLtMatmulPreferenceCreate)(&raw mut preference) };
-        checked("cublasLtMatmulPreferenceCreate", status)?;
-        let set = library.cublasLtMatmulPreferenceSetAttribute;
-        let name = "cublasLtMatmulPreferenceSetAttribute";
-        attribute(set, name, preference, PREFERENCE_WORKSPACE, &WORKSPACE)?;
-        let alignments = [alignment[0], alignment[1], alignment[2], alignment[2]];
-        for (key, bytes) in PREFERENCE_ALIGNMENT.into_iter().zip(alignments) {
-            attribute(set, name, preference, key, &bytes)?;
-        }
-        let mut found = Heuristic::default();
+        let preference = library.preference(WORKSPACE, alignment)?;
+        let mut found = [Heuristic::default(); ALGORITHMS];
         let mut count: c_int = 0;
-        // SAFETY: the descriptors and layouts were created above, and one result fits.
+        // SAFETY: the descriptors and layouts were created above, and the results fit.
         let status = unsafe {
             (library.cublasLtMatmulAlgoGetHeuristic)(
                 self.handle.0,
@@ -139,20 +145,21 @@ impl Handles {
                 d,
                 d,
                 preference,
-                1,
-                &raw mut found,
+                ALGORITHMS as c_int,
+                found.as_mut_ptr(),
                 &raw mut count,
             )
         };
         // SAFETY: the preference was created above, and is not used again.
         unsafe { (library.cublasLtMatmulPreferenceDestroy)(preference) };
         checked("cublasLtMatmulAlgoGetHeuristic", status)?;
-        if count == 0 {
-            let not_supported = 15;
-            checked("cublasLtMatmulAlgoGetHeuristic", not_supported)?;
+        let found = found.into_iter().take(count as usize);
+        let algorithms: Vec<_> = found.filter(|algorithm| algorithm.state == 0).collect();
+        if algorithms.is_empty() {
+            checked("cublasLtMatmulAlgoGetHeuristic", NOT_SUPPORTED)?;
         }
         let [desc, a, b, d] = [desc, a, b, d].map(Pointer);
-        Ok(Plan { desc, a, b, d, algorithm: found.algorithm, workspace: found.workspace })
+        Ok(Plan { desc, a, b, d, algorithms, first: AtomicUsize::new(0) })
     }
 
     /// Runs a plan on a stream.
@@ -176,30 +183,36 @@ impl Handles {
         }
         let (one, beta) = (1f32, f32::from(u8::from(adds)));
         let Addresses { a, b, d, .. } = *addresses;
-        let workspace = if plan.workspace > 0 { self.workspace(stream)? } else { 0 };
-        // SAFETY: the caller vouches for the addresses and the context; the plan's descriptors live as long
-        // as the process.
-        let status = unsafe {
-            (self.library.cublasLtMatmul)(
-                self.handle.0,
-                plan.desc.0,
-                (&raw const one).cast(),
-                a,
-                plan.a.0,
-                b,
-                plan.b.0,
-                (&raw const beta).cast(),
-                d,
-                plan.d.0,
-                d,
-                plan.d.0,
-                plan.algorithm.as_ptr().cast(),
-                workspace,
-                plan.workspace,
-                stream,
-            )
+        let first = plan.first.load(Ordering::Relaxed);
+        let needs_workspace = plan.algorithms[first..].iter().any(|it| it.workspace > 0);
+        let workspace = if needs_workspace { self.workspace(stream)? } else { 0 };
+        let run = |algorithm: &Heuristic| {
+            // SAFETY: the caller vouches for the addresses and the context; the plan's descriptors live as long
+            // as the process.
+            unsafe {
+                (self.library.cublasLtMatmul)(
+                    self.handle.0,
+                    plan.desc.0,
+                    (&raw const one).cast(),
+                    a,
+                    plan.a.0,
+                    b,
+                    plan.b.0,
+                    (&raw const beta).cast(),
+                    d,
+                    plan.d.0,
+                    d,
+                    plan.d.0,
+                    algorithm.algorithm.as_ptr().cast(),
+                    workspace,
+                    algorithm.workspace,
+                    stream,
+                )
+            }
         };
-        checked("cublasLtMatmul", status)
+        let taken = first_taken("cublasLtMatmul", &plan.algorithms, first, run)?;
+        plan.first.store(taken, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Returns the scratch memory of a stream, whose calls run one after the other.
