@@ -19,7 +19,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::server::Handle;
 use fsdp_kernels::cube::{BufferSlice, contiguous, copy, decode_into, empty, fill, pack_into};
 #[cfg(feature = "nccl")]
-use fsdp_kernels::cube::{Lent, lend};
+use fsdp_kernels::cube::{Lent, lend, on_device_thread};
 use fsdp_kernels::{Kernels, Norm, cast, takes};
 
 use super::fence::Fence;
@@ -208,6 +208,17 @@ impl ShardBackend for CubeBackend {
             #[cfg(all(test, feature = "cpu"))]
             CubeDevice::Cpu(_) => host_buffer(memory),
             other => Err(format!("NCCL needs CUDA devices, but {other:?} is none")),
+        }
+    }
+
+    #[cfg(feature = "nccl")]
+    fn alone_on_device<R: Send>(
+        device: &CubeDevice,
+        f: impl FnOnce() -> R + Send,
+    ) -> Result<R, String> {
+        match device {
+            CubeDevice::Cuda(device) => on_device_thread(device, f),
+            _ => Ok(f()),
         }
     }
 

@@ -27,6 +27,12 @@ use super::shard_backend::ShardBackend;
 use crate::error::IgnorePoison;
 use crate::layout::StorageType;
 
+#[cfg(all(test, feature = "nccl"))]
+thread_local! {
+    /// Time for which the device of this thread is busy, as a GPU is that frees memory.
+    pub(crate) static BUSY: std::cell::Cell<std::time::Duration> = const { std::cell::Cell::new(std::time::Duration::ZERO) };
+}
+
 /// Alignment of a block in bytes: a cache line, and the widest vector register.
 const ALIGN: usize = 64;
 
@@ -278,6 +284,12 @@ impl ShardBackend for Flex {
             return Ok(DeviceMemory { start, stream: 0, _held: Box::new(memory.block.clone()) });
         }
         Err("a tensor on Flex is in host memory, but NCCL needs CUDA devices".into())
+    }
+
+    #[cfg(all(test, feature = "nccl"))]
+    fn alone_on_device<R: Send>(_: &FlexDevice, f: impl FnOnce() -> R + Send) -> Result<R, String> {
+        std::thread::sleep(BUSY.take());
+        Ok(f())
     }
 
     fn copy_range(tensor: FlexTensor, range: Range<usize>, shape: Shape) -> FlexTensor {

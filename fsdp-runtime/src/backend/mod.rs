@@ -22,6 +22,8 @@ mod stored_tensor;
 #[cfg(all(test, feature = "cube"))]
 pub(crate) mod stream_order;
 
+#[cfg(all(test, feature = "flex", feature = "nccl"))]
+pub(crate) use self::flex::BUSY;
 pub(crate) use self::host_data::{owned_bytes, owned_data};
 pub(crate) use self::model_backend::{
     AutodiffContext, DeviceKind, FloatTensor, ModelBackend, Raw, RawFloat, cast_all_model,

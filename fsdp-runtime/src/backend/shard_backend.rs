@@ -125,6 +125,16 @@ pub(crate) trait ShardBackend: Kernels {
     #[cfg(feature = "nccl")]
     fn device_memory(memory: &Self::Memory) -> Result<DeviceMemory, String>;
 
+    /// Runs `f` while nothing is allocated, freed or launched on the device. Devices without a thread for
+    /// this just run it. The error says why that thread could not.
+    #[cfg(feature = "nccl")]
+    fn alone_on_device<R: Send>(
+        _: &Self::Device,
+        f: impl FnOnce() -> R + Send,
+    ) -> Result<R, String> {
+        Ok(f())
+    }
+
     /// Copies `range` of the flattened tensor to a new tensor of the given shape.
     fn copy_range(tensor: Float<Self>, range: Range<usize>, shape: Shape) -> Float<Self>;
     /// Returns the contribution to a norm of each flattened tensor's elements in the range. It

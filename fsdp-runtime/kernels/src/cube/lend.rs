@@ -43,3 +43,18 @@ pub fn lend(device: &CudaDevice, buffer: Handle) -> Result<Lent, String> {
     lent.map_err(|error| format!("CubeCL: {error:?}"))?
         .map_err(|error: ServerError| format!("CubeCL: {error}"))
 }
+
+/// Runs `f` on the device's thread, which does nothing else meanwhile: it allocates, frees and launches nothing.
+///
+/// # Errors
+///
+/// Says that the device's thread has ended, or what `f` has panicked with.
+pub fn on_device_thread<R: Send>(
+    device: &CudaDevice,
+    f: impl FnOnce() -> R + Send,
+) -> Result<R, String> {
+    let done = DeviceHandle::<Server>::new(device.to_id()).exclusive(f);
+    done.map_err(|error| {
+        format!("CubeCL's device thread: {}", error.message().unwrap_or("it has ended"))
+    })
+}

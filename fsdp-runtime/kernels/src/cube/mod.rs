@@ -56,7 +56,7 @@ pub use self::decode::decode_into;
 #[cfg(feature = "cpu")]
 pub use self::device::cpu_rounds_to_bf16;
 #[cfg(feature = "cuda")]
-pub use self::lend::{Lent, lend};
+pub use self::lend::{Lent, lend, on_device_thread};
 #[cfg(feature = "cpu")]
 pub use self::product::count_products;
 #[cfg(feature = "cuda")]

@@ -90,7 +90,11 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
         let (own, receives) = (self.host.index(), self.host.index() == to);
         // The receiver needs regions for the others' shards; a sender needs one for its own shard.
         let has_region = |member: usize| if receives { member != own } else { member == own };
-        let all = all.iter().map(|announced| **announced);
+        let all: Vec<Announced> = all.iter().map(|announced| **announced).collect();
+        let is_sent = |(member, announced): (usize, &Announced)| {
+            member != to && announced.is_some_and(|(len, _)| len > 0)
+        };
+        let is_run = all.iter().enumerate().any(is_sent);
         let regions = MemberRegions::<B>::new(device, all, has_region);
         if let Some(shard) = shard.as_ref().filter(|_| !receives) {
             regions.buffer.write(regions.region(own).start, shard.clone());
@@ -109,6 +113,8 @@ impl<B: ShardBackend> ProcessGroup<B> for NcclGroup {
                     Ok(())
                 })
             }?;
+        } else if is_run {
+            self.run_nothing::<B>(op, device)?;
         }
         self.finish()?;
         Ok(if receives { regions.into_tensors(own, shard) } else { Vec::new() })

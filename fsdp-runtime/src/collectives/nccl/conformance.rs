@@ -4,12 +4,14 @@
 //! On a machine with GPUs: `cargo test --release --features cuda --lib nccl -- --nocapture`.
 
 use std::cell::RefCell;
+use std::time::Instant;
 
 use burn_cubecl::CubeBackend;
 use burn_cubecl::CubeDevice;
 use cubecl::device::CudaDevice;
 
 use super::*;
+use crate::backend::BUSY;
 use crate::collectives::local::Hub;
 use crate::collectives::nccl::{MOST_IN_FLIGHT, NcclGroup, fake};
 use crate::collectives::store::{Heartbeats, HostGroup, Rendezvous, RunSecret};
@@ -298,6 +300,57 @@ fn the_failure_of_a_peer_ends_a_collective_on_the_stream() {
         let error = nccl.finish().unwrap_err();
         assert_eq!(error.failed_rank().unwrap().index(), 1, "{error}");
         assert!(started.elapsed() < LONG / 2, "without a wait for the time-out");
+    });
+}
+
+#[test]
+fn threads_launch_a_collective_while_the_devices_of_all_do_nothing_else() {
+    const BUSY_TIME: Duration = Duration::from_millis(300);
+    two_ranks(LONG, |group, rank| {
+        let barrier = || group.exchange(&op("barrier", "ranks"), ()).map(drop).unwrap();
+        // The device of rank 1 frees memory first.
+        barrier();
+        let started = Instant::now();
+        BUSY.set(if rank == 1 { BUSY_TIME } else { Duration::ZERO });
+        gather_into(group, &buffer(200));
+        let launched = fake::launched().unwrap().duration_since(started);
+        assert!(launched > BUSY_TIME / 2, "rank {rank} launched after {launched:?}");
+        // Rank 1 takes long to launch. Until then the device of rank 0 must do nothing else.
+        barrier();
+        let started = Instant::now();
+        if rank == 1 {
+            fake::launch_slowly(BUSY_TIME);
+        }
+        gather_into(group, &buffer(200));
+        let returned = started.elapsed();
+        assert!(returned > BUSY_TIME / 2, "rank {rank} returned after {returned:?}");
+    });
+}
+
+#[test]
+fn a_split_waits_for_the_collectives_before() {
+    two_ranks_on(true, LONG, |group, rank| {
+        fake::run_on_stream(OnStream::Later);
+        gather_into(group, &buffer(200));
+        let AnyProcessGroup::Nccl(nccl) = group else { unreachable!() };
+        assert_eq!(nccl.split(rank).unwrap().members(), [nccl.rank()]);
+    });
+}
+
+#[test]
+fn communicators_without_work_are_aborted_after_a_failure() {
+    two_ranks(LONG, |group, rank| {
+        let AnyProcessGroup::Nccl(nccl) = group else { unreachable!() };
+        drop(nccl.split(0).unwrap());
+        assert_eq!(fake::finalized(), 1, "the regular end");
+        let part = nccl.split(0).unwrap();
+        group.exchange(&op("barrier", "ranks"), ()).unwrap();
+        if rank == 1 {
+            group.fail(CollectiveError::PeerFailed { rank: group.rank(), reason: "full".into() });
+        }
+        assert_eq!(failure(group).failed_rank().unwrap().index(), 1);
+        drop(part);
+        assert_eq!(fake::finalized(), 1, "a peer may have ended without it");
     });
 }
 

@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use self::stream::LATE;
 pub(super) use self::stream::{Issued, issued};
@@ -73,12 +74,17 @@ struct Comm {
     aborted: AtomicBool,
     /// Result of `ncclCommGetAsyncError`.
     code: AtomicU32,
+    /// What was put on streams.
+    issued: Mutex<Vec<Issued>>,
 }
 
 thread_local! {
     static QUEUE: RefCell<Vec<(ncclComm_t, Post)>> = const { RefCell::new(Vec::new()) };
     static FAIL: Cell<bool> = const { Cell::new(false) };
     static HANG: Cell<bool> = const { Cell::new(false) };
+    static SLOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    static LAUNCHED: Cell<Option<Instant>> = const { Cell::new(None) };
+    static FINALIZED: Cell<usize> = const { Cell::new(0) };
 }
 
 static ABORTS: AtomicUsize = AtomicUsize::new(0);
@@ -91,6 +97,21 @@ pub(in crate::collectives) fn fail_next() {
 /// Makes this thread's next collective hang.
 pub(in crate::collectives) fn hang_next() {
     HANG.set(true);
+}
+
+/// Makes this thread's next collective take this long until it is on the stream.
+pub(in crate::collectives) fn launch_slowly(time: Duration) {
+    SLOW.set(time);
+}
+
+/// Returns when this thread has put its last collective on the stream.
+pub(in crate::collectives) fn launched() -> Option<Instant> {
+    LAUNCHED.get()
+}
+
+/// Returns the number of communicators that this thread has finalized.
+pub(in crate::collectives) fn finalized() -> usize {
+    FINALIZED.get()
 }
 
 /// Returns the number of communicators that were aborted until now.
@@ -139,6 +160,7 @@ fn handle(world: Arc<World>, rank: usize) -> ncclComm_t {
         sequence: AtomicUsize::new(0),
         aborted: AtomicBool::new(false),
         code: AtomicU32::new(SUCCESS),
+        issued: Mutex::default(),
     };
     Arc::into_raw(Arc::new(comm)).cast_mut().cast()
 }
@@ -196,6 +218,7 @@ unsafe extern "C" fn init_rank(
 }
 
 unsafe extern "C" fn finalize(_: ncclComm_t) -> Code {
+    FINALIZED.set(FINALIZED.get() + 1);
     SUCCESS
 }
 
@@ -263,7 +286,10 @@ unsafe extern "C" fn group_end() -> Code {
         return IN_PROGRESS;
     }
     let posts = queue.into_iter().map(|(_, post)| post).collect();
+    std::thread::sleep(SLOW.take());
     let (when, issued) = stream::issue();
+    comm.issued.lock().unwrap().push(issued.clone());
+    LAUNCHED.set(Some(Instant::now()));
     let is_prompt = matches!(when, OnStream::Prompt | OnStream::ShownLate);
     if !is_prompt {
         comm.code.store(SUCCESS, Ordering::SeqCst);
@@ -302,6 +328,10 @@ unsafe extern "C" fn split(
         }
         comm(parent)
     };
+    // NVIDIA's NCCL may wait for ever.
+    if !comm.issued.lock().unwrap().iter().all(Issued::is_done) {
+        return INVALID;
+    }
     comm.code.store(IN_PROGRESS, Ordering::SeqCst);
     let to = made.expose_provenance();
     let post = Post { kind: Kind::Split { color, key }, from: 0, to, count: 0, size: 0 };

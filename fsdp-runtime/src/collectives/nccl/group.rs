@@ -29,6 +29,8 @@ pub(crate) struct NcclGroup {
     /// Collectives on CubeCL's stream that have not ended; `None` if each collective runs on a stream
     /// of the rank's own and is waited for on the host.
     in_flight: Option<Arc<InFlight>>,
+    /// Whether the members are threads with a GPU each, and so launch a collective together.
+    launches_together: bool,
     /// Buffers in which NCCL sums gradients; reused, so that a training step allocates none.
     pub(super) sum_buffers: ReusedBuffers,
     /// Receive buffers for parts of gradients that this rank sums; reused likewise.
@@ -40,8 +42,11 @@ impl NcclGroup {
         host: HostGroup,
         communicator: NcclCommunicator,
         in_flight: Option<Arc<InFlight>>,
+        may_share_gpu: bool,
     ) -> Self {
         Self {
+            // A GPU that members share has one thread, which cannot wait for itself.
+            launches_together: matches!(host, HostGroup::Thread { .. }) && !may_share_gpu,
             host: Arc::new(host),
             communicator: Arc::new(communicator),
             in_flight,
@@ -105,12 +110,15 @@ impl NcclGroup {
 
     /// Returns the process group of the members that give the same `color`. All members call it.
     pub(in crate::collectives) fn split(&self, color: usize) -> Result<Self, CollectiveError> {
+        // NCCL may wait for ever where a collective of the communicator has not ended.
+        self.finish()?;
         let host = self.host.split(color)?;
         let mut watch = Watch::of_setup(&self.host);
         let communicator = self.communicator.split(color, self.host.index(), &mut watch);
         let op = Op::new("split", "the mesh");
         let communicator = communicator.map_err(|error| error.end_run(&self.host, &op))?;
-        Ok(Self::new(host, communicator, self.in_flight.clone()))
+        let may_share_gpu = !self.launches_together;
+        Ok(Self::new(host, communicator, self.in_flight.clone(), may_share_gpu))
     }
 
     /// Runs the collectives that `queue` queues on `buffer`, given the buffer's address. Later work of
@@ -125,27 +133,16 @@ impl NcclGroup {
         op: &Op,
         device: &B::Device,
         buffer: &Arc<GatherBuffer<B>>,
-        queue: impl FnOnce(&Collectives<'_>, u64) -> Result<(), NcclError>,
+        queue: impl FnOnce(&Collectives<'_>, u64) -> Result<(), NcclError> + Send,
     ) -> Result<(), CollectiveError> {
-        let fail = |reason: String| {
-            self.host.fail(CollectiveError::Transport {
-                rank: self.rank(),
-                op: op.name,
-                unit: op.unit.to_string(),
-                reason,
-            })
-        };
+        let fail = |reason: String| self.fail_transport(op, reason);
         let dtype = nccl_type(buffer.dtype()).map_err(fail)?;
         // Orders this thread's stream after all work issued on the buffer.
         let memory = buffer.device_memory().map_err(fail)?;
-        let stream = match &self.in_flight {
-            Some(_) => Stream::of_cubecl(memory.stream),
-            None => {
-                B::sync(device).map_err(|error| fail(error.to_string()))?;
-                self.communicator.own_stream()
-            }
-        };
-        let start = memory.start;
+        if self.in_flight.is_none() {
+            B::sync(device).map_err(|error| fail(error.to_string()))?;
+        }
+        let (start, stream) = (memory.start, memory.stream);
         // After an error or a panic NCCL may still use the memory: then it is never freed.
         let held: Box<dyn Any + Send> = Box::new((memory, buffer.clone()));
         let held = ManuallyDrop::new(held);
@@ -157,13 +154,24 @@ impl NcclGroup {
             failure
         };
         let mut watch = Watch::new(&self.host);
-        // SAFETY: `held` keeps the memory where it is; the caller promises the rest. CubeCL's stream is
-        // that of the device whose memory was asked for.
-        let marks = unsafe {
-            self.communicator
-                .start(dtype, stream, &mut watch, |collectives| queue(collectives, start))
-        }
-        .map_err(ended)?;
+        let launch = |watch: &mut Watch<'_>| {
+            let stream = match &self.in_flight {
+                Some(_) => Stream::of_cubecl(stream),
+                None => self.communicator.own_stream(),
+            };
+            // SAFETY: `held` keeps the memory where it is; the caller promises the rest. CubeCL's stream is
+            // that of the device whose memory was asked for.
+            unsafe {
+                self.communicator
+                    .start(dtype, stream, watch, |collectives| queue(collectives, start))
+            }
+        };
+        let launched = match self.launches_together {
+            true => B::alone_on_device(device, || self.launch_together(op, || launch(&mut watch)))
+                .map_err(fail)?,
+            false => launch(&mut watch),
+        };
+        let marks = launched.map_err(ended)?;
         match &self.in_flight {
             Some(in_flight) => in_flight.add(Collective {
                 communicator: self.communicator.clone(),
@@ -178,6 +186,45 @@ impl NcclGroup {
             }
         }
         Ok(())
+    }
+
+    /// Launches a collective once the devices of all members do nothing else, and returns once all have launched it.
+    ///
+    /// In a process with several GPUs a call of the driver, such as one that frees memory, may wait for the kernels
+    /// of another GPU. Between the launches of two ranks it would wait for a kernel of NCCL that waits for the second.
+    fn launch_together<T>(
+        &self,
+        op: &Op,
+        launch: impl FnOnce() -> Result<T, Interruption>,
+    ) -> Result<T, Interruption> {
+        self.host.exchange(op, ()).map_err(Interruption::Ended)?;
+        let launched = launch()?;
+        self.host.exchange(op, ()).map_err(Interruption::Ended)?;
+        Ok(launched)
+    }
+
+    /// Takes part in the launch of a collective of other members, where members launch together.
+    pub(super) fn run_nothing<B: ShardBackend>(
+        &self,
+        op: &Op,
+        device: &B::Device,
+    ) -> Result<(), CollectiveError> {
+        if !self.launches_together {
+            return Ok(());
+        }
+        let launched = B::alone_on_device(device, || self.launch_together(op, || Ok(())));
+        launched
+            .map_err(|reason| self.fail_transport(op, reason))?
+            .map_err(|error| error.end_run(&self.host, op))
+    }
+
+    fn fail_transport(&self, op: &Op, reason: String) -> CollectiveError {
+        self.host.fail(CollectiveError::Transport {
+            rank: self.rank(),
+            op: op.name,
+            unit: op.unit.to_string(),
+            reason,
+        })
     }
 
     /// Returns the number of collectives on CubeCL's stream that have not ended.
@@ -197,6 +244,15 @@ impl NcclGroup {
             in_flight.wait_for_all();
         }
         self.failure().map_or(Ok(()), Err)
+    }
+}
+
+impl Drop for NcclGroup {
+    fn drop(&mut self) {
+        // Members that have failed take no part in the communicator's regular end.
+        if self.failure().is_some() {
+            self.communicator.abort();
+        }
     }
 }
 

@@ -14,6 +14,7 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
@@ -21,7 +22,7 @@ use super::communicator::{Marks, NcclCommunicator};
 use super::watch::Watch;
 use crate::collectives::op::Op;
 use crate::collectives::store::HostGroup;
-use crate::error::IgnorePoison;
+use crate::error::{CollectiveError, IgnorePoison};
 
 /// Most collectives of a rank that have not ended: one that runs, and one that follows without a pause.
 pub(in crate::collectives) const MOST: usize = 2;
@@ -91,7 +92,16 @@ impl Queue {
             if let Some(collective) = state.waiting.pop_front() {
                 state.is_watching = true;
                 drop(state);
-                collective.watch();
+                // After a panic others must not wait for this thread.
+                let host = collective.host.clone();
+                if catch_unwind(AssertUnwindSafe(|| collective.watch())).is_err() {
+                    host.fail(CollectiveError::Transport {
+                        rank: host.rank(),
+                        op: "watch",
+                        unit: "a collective".into(),
+                        reason: "the thread that watches NCCL has panicked".into(),
+                    });
+                }
                 state = self.lock();
                 state.is_watching = false;
                 self.changed.notify_all();

@@ -28,28 +28,28 @@ pub(super) enum Status {
 
 /// Returns the configuration of a communicator whose calls return at once.
 fn config() -> ncclConfig_t {
-    ncclConfig_t {
-        size: size_of::<ncclConfig_t>(),
-        magic: MAGIC,
-        version: CONFIG_VERSION,
-        blocking: 0,
-        cgaClusterSize: UNDEFINED,
-        minCTAs: UNDEFINED,
-        maxCTAs: UNDEFINED,
-        netName: ptr::null(),
-        splitShare: UNDEFINED,
-        trafficClass: UNDEFINED,
-        commName: ptr::null(),
-        collnetEnable: UNDEFINED,
-        CTAPolicy: UNDEFINED,
-        shrinkShare: UNDEFINED,
-        nvlsCTAs: UNDEFINED,
-        nChannelsPerNetPeer: UNDEFINED,
-        nvlinkCentricSched: UNDEFINED,
-        graphUsageMode: UNDEFINED,
-        numRmaCtx: UNDEFINED,
-        maxP2pPeers: UNDEFINED,
-    }
+    // SAFETY: the struct has integers and pointers only. Fields of a later version than `CONFIG_VERSION`, which a later
+    // cudarc may have, are not read.
+    let mut config: ncclConfig_t = unsafe { std::mem::zeroed() };
+    config.size = size_of::<ncclConfig_t>();
+    config.magic = MAGIC;
+    config.version = CONFIG_VERSION;
+    config.blocking = 0;
+    config.cgaClusterSize = UNDEFINED;
+    config.minCTAs = UNDEFINED;
+    config.maxCTAs = UNDEFINED;
+    config.splitShare = UNDEFINED;
+    config.trafficClass = UNDEFINED;
+    config.collnetEnable = UNDEFINED;
+    config.CTAPolicy = UNDEFINED;
+    config.shrinkShare = UNDEFINED;
+    config.nvlsCTAs = UNDEFINED;
+    config.nChannelsPerNetPeer = UNDEFINED;
+    config.nvlinkCentricSched = UNDEFINED;
+    config.graphUsageMode = UNDEFINED;
+    config.numRmaCtx = UNDEFINED;
+    config.maxP2pPeers = UNDEFINED;
+    config
 }
 
 /// The communicator, stream and element type with which collectives are queued.

@@ -58,14 +58,15 @@ impl NcclGroup {
     /// index `gpu`. All ranks call it.
     pub(crate) fn world(host: HostGroup, gpu: usize) -> Result<Self, Boxed> {
         let is_on_stream = std::env::var(NCCL_STREAM_VARIABLE).as_deref() != Ok("0");
+        let may_share_gpu = std::env::var(SHARED_GPU_VARIABLE).as_deref() == Ok("1");
         let joined = || -> Result<_, Boxed> {
-            let device = open_and_compare(&host, gpu)?;
+            let device = open_and_compare(&host, gpu, may_share_gpu)?;
             let in_flight = is_on_stream.then(InFlight::start).transpose()?;
             Ok((form_communicator(&host, device.library, device.gpu)?, in_flight))
         };
         match joined() {
             Ok((communicator, in_flight)) => {
-                Ok(Self::new(host, communicator, in_flight.map(Arc::new)))
+                Ok(Self::new(host, communicator, in_flight.map(Arc::new), may_share_gpu))
             }
             Err(error) => {
                 // Gives the other ranks time to receive the error.
@@ -84,12 +85,16 @@ impl NcclGroup {
     ) -> Result<Self, Boxed> {
         let in_flight = is_on_stream.then(InFlight::start).transpose()?.map(Arc::new);
         let communicator = form_communicator(&host, library, Gpu::Host)?;
-        Ok(Self::new(host, communicator, in_flight))
+        Ok(Self::new(host, communicator, in_flight, false))
     }
 }
 
 /// Opens this rank's GPU and NCCL, and returns them once every rank has succeeded in doing so.
-fn open_and_compare(host: &HostGroup, gpu: usize) -> Result<RankDevice, Boxed> {
+fn open_and_compare(
+    host: &HostGroup,
+    gpu: usize,
+    may_share_gpu: bool,
+) -> Result<RankDevice, Boxed> {
     let device = RankDevice::open(gpu);
     let report = match &device {
         Ok(device) => {
@@ -101,8 +106,7 @@ fn open_and_compare(host: &HostGroup, gpu: usize) -> Result<RankDevice, Boxed> {
     let reports = host.exchange(&Op::new("all_gather", "the GPUs"), report);
     // This rank's own error says more than an error of the exchange.
     let device = device?;
-    let may_share = std::env::var(SHARED_GPU_VARIABLE).as_deref() == Ok("1");
-    compare(host.members(), &reports?, may_share)?;
+    compare(host.members(), &reports?, may_share_gpu)?;
     Ok(device)
 }
 

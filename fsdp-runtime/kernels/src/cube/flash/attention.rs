@@ -25,7 +25,7 @@ pub(super) struct Attention<'a> {
     pub(super) batch: usize,
     pub(super) heads: usize,
     pub(super) key_heads: usize,
-    rule: &'a AttentionRule,
+    pub(super) rule: &'a AttentionRule,
     ranges: KeyRanges<'a>,
     setting: Setting,
 }

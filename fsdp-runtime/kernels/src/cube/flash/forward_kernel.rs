@@ -116,11 +116,17 @@ fn finish<P: TileProduct, F: Float>(
 ) {
     let fragments = comptime!(plan.fragments);
     let (rows, row_pairs) = comptime!((fragments.rows(), fragments.row_pairs()));
+    // The threads of a plane add their parts of a sum before any of them leaves the others.
+    let mut sums = Array::<f32>::new(comptime!(plan.strips * rows));
+    #[unroll(plan.unrolls())]
+    for row in 0..comptime!(plan.strips * rows) {
+        sums[row] = P::row_sum(softmax.sums[row]);
+    }
     #[unroll]
     for strip in 0..comptime!(plan.strips) {
         #[unroll(plan.unrolls())]
         for row in 0..rows {
-            let sum = P::row_sum(softmax.sums[strip * rows + row]);
+            let sum = sums[strip * rows + row];
             // The output of a query without keys is 0. A sum that is NaN stays.
             let is_empty = sum == 0.0f32;
             let factor = select(is_empty, 0.0f32.runtime(), shape.keep / sum);
