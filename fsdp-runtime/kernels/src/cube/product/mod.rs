@@ -29,6 +29,7 @@ pub use self::counted::count_products;
 #[cfg(feature = "cuda")]
 pub use self::cublaslt::{CUBLASLT, CUBLASLT_LIBRARY, CublasLtError, cublaslt_version};
 use super::copy::exclusive;
+use super::device::compute_capability;
 use super::linear;
 use super::tensors::{contiguous, empty};
 use crate::accesses;
@@ -143,6 +144,7 @@ pub(super) fn biased_product(
     let dtype = factors[0].dtype;
     if activation == LinearActivation::GeluTanh
         && bias.is_some()
+        && fuses_gelu(&factors[0])
         && let Some((output, before)) =
             library_product(&factors, dtype, &Epilogue::BiasAndGelu, bias.clone())
     {
@@ -157,6 +159,12 @@ pub(super) fn biased_product(
         LinearActivation::Identity => (sums, None),
         _ => (linear::forward(sums.clone(), None, activation), Some(sums)),
     }
+}
+
+/// Returns whether an epilogue with GELU is faster than a kernel after the product. Before Hopper it is slower, as
+/// llm.c has measured.
+fn fuses_gelu(tensor: &CubeTensor) -> bool {
+    compute_capability(&tensor.client).is_none_or(|capability| capability >= 90)
 }
 
 /// Returns the product with its epilogue, and the sums before the activation if the epilogue has one.

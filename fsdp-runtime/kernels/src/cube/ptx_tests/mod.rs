@@ -4,7 +4,8 @@
 //! The kernels are launched by the functions that launch them on a GPU, on a device that only
 //! compiles. So they have the vector widths, tiles and options that they have on a GPU.
 //!
-//! The environment variable `PTXAS` names the assembler. Without it the PTX is not assembled, and
+//! The environment variable `PTX_OUT` names a folder for the PTX of the kernels with matrix instructions,
+//! which `kernels/ptx` runs without a GPU. `PTXAS` names the assembler. Without it the PTX is not assembled, and
 //! kernels that need `libdevice.10.bc` are skipped if CubeCL does not find that file.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -130,6 +131,20 @@ fn assemble(ptxas: &Path, folder: &Path, ptx: &str) -> Result<Resources, String>
     }
 }
 
+/// Writes the PTX of the kernels with matrix instructions to the folder that `PTX_OUT` names. The last line of a file is
+/// the kernel's ID.
+fn write_matrix_kernels(arch: u32, kernels: &[(String, String, server::Ptx)]) {
+    let Some(folder) = std::env::var_os("PTX_OUT").map(PathBuf::from) else { return };
+    fs::create_dir_all(&folder).expect("a folder for PTX");
+    let of_matrices = kernels.iter().filter(|(name, ..)| name.starts_with(MATRIX_KERNELS));
+    for (number, (name, id, ptx)) in of_matrices.enumerate() {
+        let Ok(ptx) = ptx else { continue };
+        let id: String = id.split_whitespace().collect();
+        let file = folder.join(format!("{arch}_{name}_{number}.ptx"));
+        fs::write(file, format!("{ptx}\n// ID {id}\n")).expect("a file of PTX");
+    }
+}
+
 /// Compiles every kernel for GPUs of compute capability `arch`, such as 90 for 9.0.
 fn compile_all(arch: u32) {
     let ptxas = std::env::var_os("PTXAS").map(PathBuf::from);
@@ -138,6 +153,7 @@ fn compile_all(arch: u32) {
     let mut resources = Vec::new();
     let mut compiled: BTreeMap<String, BTreeSet<Vec<String>>> = BTreeMap::new();
     let all = Gpu::new(arch).launch_all();
+    write_matrix_kernels(arch, &all);
     for (name, id, ptx) in &all {
         compiled.entry(name.clone()).or_default().insert(dtypes_in(id));
         match (ptx, &ptxas) {
