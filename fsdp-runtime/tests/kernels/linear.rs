@@ -2,7 +2,7 @@
 
 use burn::module::{Lora, Module, ModuleMapper, Param};
 use burn::tensor::activation::{gelu, gelu_approximate, relu, silu};
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use fsdp_runtime::FsdpModule;
 use fsdp_runtime::lora::LoraConfig;
 use fsdp_runtime::nn::{Linear, LinearActivation, LinearConfig, linear};
@@ -243,6 +243,32 @@ fn wide_outputs_and_their_gradients_are_exact() {
             for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
                 let what = format!("result {number} in {dtype:?} on {device:?}");
                 assert_rounded_by(2.0 * share(rounding), found, expected, &what);
+            }
+        }
+    }
+}
+
+/// The gradients of a layer with inputs and gradients of 1 are the number of rows. Some kernels for GPUs divide the rows
+/// among cubes, and leave none out.
+#[test]
+fn gradients_are_sums_over_all_rows() {
+    for device in devices() {
+        for dtype in dtypes(&device) {
+            let autodiff = device.clone().autodiff();
+            let ones =
+                |shape: [usize; 2]| Tensor::<2>::ones(shape, (&autodiff, DType::from(dtype)));
+            for rows in [1000, 2_047, 8_195] {
+                let weight = ones([64, 96]).require_grad();
+                let bias = Tensor::<1>::ones([96], (&autodiff, DType::from(dtype))).require_grad();
+                let identity = LinearActivation::Identity;
+                let output = linear(ones([rows, 64]), weight.clone(), Some(bias.clone()), identity);
+                let gradients = output.sum().backward();
+                let of_weight = weight.grad(&gradients).expect("a gradient of the weight");
+                let of_bias = bias.grad(&gradients).expect("a gradient of the bias");
+                let found = [elements_of(&of_weight), elements_of(&of_bias)].concat();
+                let expected = vec![rows as f64; found.len()];
+                let what = format!("{rows} rows in {dtype:?} on {device:?}");
+                assert_rounded_by(share(dtype), &found, &expected, &what);
             }
         }
     }
