@@ -257,7 +257,8 @@ fn gradients_are_sums_over_all_rows() {
             let autodiff = device.clone().autodiff();
             let ones =
                 |shape: [usize; 2]| Tensor::<2>::ones(shape, (&autodiff, DType::from(dtype)));
-            for rows in [1000, 2_047, 8_195] {
+            let most = if tunes_slowly(&device) { 1 } else { 3 };
+            for rows in [1000, 2_047, 8_195].into_iter().take(most) {
                 let weight = ones([64, 96]).require_grad();
                 let bias = Tensor::<1>::ones([96], (&autodiff, DType::from(dtype))).require_grad();
                 let identity = LinearActivation::Identity;
