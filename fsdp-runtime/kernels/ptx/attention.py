@@ -162,11 +162,17 @@ def forward(program: Program, case: Case, schedule: Schedule) -> Outcome:
     return Outcome(errors, reports)
 
 
-def query_grads(program: Program, case: Case, schedule: Schedule) -> Outcome:
+def backward_launch(program: Program, case: Case, schedule: Schedule) -> Launch:
+    """Returns the launch of a backward kernel with its inputs."""
     launch = Launch(program, case, schedule)
     launch.add_tensors(case.query, case.key, case.value, case.grad)
     launch.add_statistics()
     launch.add_rule()
+    return launch
+
+
+def query_grads(program: Program, case: Case, schedule: Schedule) -> Outcome:
+    launch = backward_launch(program, case, schedule)
     launch.add_result("query grads", case.query.size)
     # Strides of the gradient of the output, and of the result.
     info = launch.info(launch.query_strides() * 2)
@@ -176,10 +182,7 @@ def query_grads(program: Program, case: Case, schedule: Schedule) -> Outcome:
 
 
 def key_grads(program: Program, case: Case, schedule: Schedule) -> Outcome:
-    launch = Launch(program, case, schedule)
-    launch.add_tensors(case.query, case.key, case.value, case.grad)
-    launch.add_statistics()
-    launch.add_rule()
+    launch = backward_launch(program, case, schedule)
     launch.add_result("key grads", case.key.size)
     launch.add_result("value grads", case.key.size)
     reports = launch.run(launch.grid(case.keys, case.key_heads), launch.info(launch.query_strides()))

@@ -248,8 +248,8 @@ fn wide_outputs_and_their_gradients_are_exact() {
     }
 }
 
-/// The gradients of a layer with inputs and gradients of 1 are the number of rows. Some kernels for GPUs divide the rows
-/// among cubes, and leave none out.
+/// The gradients of a layer with inputs and gradients of 1 are the number of rows. A kernel that divides the rows among
+/// cubes must leave none out.
 #[test]
 fn gradients_are_sums_over_all_rows() {
     for device in devices() {

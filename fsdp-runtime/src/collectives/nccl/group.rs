@@ -42,14 +42,13 @@ impl NcclGroup {
         host: HostGroup,
         communicator: NcclCommunicator,
         in_flight: Option<Arc<InFlight>>,
-        may_share_gpu: bool,
+        launches_together: bool,
     ) -> Self {
         Self {
-            // A GPU that members share has one thread, which cannot wait for itself.
-            launches_together: matches!(host, HostGroup::Thread { .. }) && !may_share_gpu,
             host: Arc::new(host),
             communicator: Arc::new(communicator),
             in_flight,
+            launches_together,
             sum_buffers: ReusedBuffers::default(),
             part_buffers: ReusedBuffers::default(),
         }
@@ -117,8 +116,7 @@ impl NcclGroup {
         let communicator = self.communicator.split(color, self.host.index(), &mut watch);
         let op = Op::new("split", "the mesh");
         let communicator = communicator.map_err(|error| error.end_run(&self.host, &op))?;
-        let may_share_gpu = !self.launches_together;
-        Ok(Self::new(host, communicator, self.in_flight.clone(), may_share_gpu))
+        Ok(Self::new(host, communicator, self.in_flight.clone(), self.launches_together))
     }
 
     /// Runs the collectives that `queue` queues on `buffer`, given the buffer's address. Later work of
@@ -146,15 +144,8 @@ impl NcclGroup {
         // After an error or a panic NCCL may still use the memory: then it is never freed.
         let held: Box<dyn Any + Send> = Box::new((memory, buffer.clone()));
         let held = ManuallyDrop::new(held);
-        // The failure is known before the device ends an aborted collective, and before another thread finds the
-        // communicator aborted.
-        let ended = |interruption: Interruption| {
-            let failure = interruption.end_run(&self.host, op);
-            self.communicator.abort();
-            failure
-        };
         let mut watch = Watch::new(&self.host);
-        let launch = |watch: &mut Watch<'_>| {
+        let launch = || {
             let stream = match &self.in_flight {
                 Some(_) => Stream::of_cubecl(stream),
                 None => self.communicator.own_stream(),
@@ -163,15 +154,10 @@ impl NcclGroup {
             // that of the device whose memory was asked for.
             unsafe {
                 self.communicator
-                    .start(dtype, stream, watch, |collectives| queue(collectives, start))
+                    .start(dtype, stream, &mut watch, |collectives| queue(collectives, start))
             }
         };
-        let launched = match self.launches_together {
-            true => B::alone_on_device(device, || self.launch_together(op, || launch(&mut watch)))
-                .map_err(fail)?,
-            false => launch(&mut watch),
-        };
-        let marks = launched.map_err(ended)?;
+        let marks = self.launch::<B, _>(op, device, launch)?;
         match &self.in_flight {
             Some(in_flight) => in_flight.add(Collective {
                 communicator: self.communicator.clone(),
@@ -181,26 +167,38 @@ impl NcclGroup {
                 held,
             }),
             None => {
-                self.communicator.wait_for(&marks, &mut watch).map_err(ended)?;
+                let ended = self.communicator.wait_for(&marks, &mut watch);
+                ended.map_err(|interruption| self.end_run(op, interruption))?;
                 drop(ManuallyDrop::into_inner(held));
             }
         }
         Ok(())
     }
 
-    /// Launches a collective once the devices of all members do nothing else, and returns once all have launched it.
+    /// Launches a collective. Members that launch together do so once their devices do nothing else, and go on once
+    /// all have launched it.
     ///
     /// In a process with several GPUs a call of the driver, such as one that frees memory, may wait for the kernels
     /// of another GPU. Between the launches of two ranks it would wait for a kernel of NCCL that waits for the second.
-    fn launch_together<T>(
+    fn launch<B: ShardBackend, T: Send>(
         &self,
         op: &Op,
-        launch: impl FnOnce() -> Result<T, Interruption>,
-    ) -> Result<T, Interruption> {
-        self.host.exchange(op, ()).map_err(Interruption::Ended)?;
-        let launched = launch()?;
-        self.host.exchange(op, ()).map_err(Interruption::Ended)?;
-        Ok(launched)
+        device: &B::Device,
+        launch: impl FnOnce() -> Result<T, Interruption> + Send,
+    ) -> Result<T, CollectiveError> {
+        let launched = if self.launches_together {
+            let together = || {
+                self.host.exchange(op, ()).map_err(Interruption::Ended)?;
+                let launched = launch()?;
+                self.host.exchange(op, ()).map_err(Interruption::Ended)?;
+                Ok(launched)
+            };
+            let done = B::alone_on_device(device, together);
+            done.map_err(|reason| self.fail_transport(op, reason))?
+        } else {
+            launch()
+        };
+        launched.map_err(|interruption| self.end_run(op, interruption))
     }
 
     /// Takes part in the launch of a collective of other members, where members launch together.
@@ -209,15 +207,18 @@ impl NcclGroup {
         op: &Op,
         device: &B::Device,
     ) -> Result<(), CollectiveError> {
-        if !self.launches_together {
-            return Ok(());
-        }
-        let launched = B::alone_on_device(device, || self.launch_together(op, || Ok(())));
-        launched
-            .map_err(|reason| self.fail_transport(op, reason))?
-            .map_err(|error| error.end_run(&self.host, op))
+        self.launch::<B, _>(op, device, || Ok(()))
     }
 
+    /// Ends the run after a collective that did not complete, and returns the failure. It is known before the device
+    /// ends an aborted collective, and before another thread finds the communicator aborted.
+    fn end_run(&self, op: &Op, interruption: Interruption) -> CollectiveError {
+        let failure = interruption.end_run(&self.host, op);
+        self.communicator.abort();
+        failure
+    }
+
+    /// Ends the run of all ranks because this rank cannot run a collective.
     fn fail_transport(&self, op: &Op, reason: String) -> CollectiveError {
         self.host.fail(CollectiveError::Transport {
             rank: self.rank(),

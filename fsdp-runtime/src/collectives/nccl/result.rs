@@ -28,8 +28,8 @@ pub(super) enum Status {
 
 /// Returns the configuration of a communicator whose calls return at once.
 fn config() -> ncclConfig_t {
-    // SAFETY: the struct has integers and pointers only. Fields of a later version than `CONFIG_VERSION`, which a later
-    // cudarc may have, are not read.
+    // SAFETY: the struct has integers and pointers only. NCCL chooses names that are null. It does not read fields of a
+    // later version than `CONFIG_VERSION`, which a later cudarc may have.
     let mut config: ncclConfig_t = unsafe { std::mem::zeroed() };
     config.size = size_of::<ncclConfig_t>();
     config.magic = MAGIC;

@@ -66,7 +66,9 @@ impl NcclGroup {
         };
         match joined() {
             Ok((communicator, in_flight)) => {
-                Ok(Self::new(host, communicator, in_flight.map(Arc::new), may_share_gpu))
+                // A GPU that members share has one thread, which cannot wait for itself.
+                let launches_together = host.is_of_threads() && !may_share_gpu;
+                Ok(Self::new(host, communicator, in_flight.map(Arc::new), launches_together))
             }
             Err(error) => {
                 // Gives the other ranks time to receive the error.
@@ -85,7 +87,8 @@ impl NcclGroup {
     ) -> Result<Self, Boxed> {
         let in_flight = is_on_stream.then(InFlight::start).transpose()?.map(Arc::new);
         let communicator = form_communicator(&host, library, Gpu::Host)?;
-        Ok(Self::new(host, communicator, in_flight, false))
+        let launches_together = host.is_of_threads();
+        Ok(Self::new(host, communicator, in_flight, launches_together))
     }
 }
 

@@ -47,6 +47,11 @@ impl HostGroup {
         Ok(Self::Server { group: LocalGroup::new(hub, Rank::ZERO), heartbeats, server })
     }
 
+    /// Returns whether all ranks are threads of one process.
+    pub(in crate::collectives) fn is_of_threads(&self) -> bool {
+        matches!(self, Self::Thread { .. })
+    }
+
     /// Returns the members, as ranks of the world.
     pub(crate) fn members(&self) -> &[Rank] {
         match self {

@@ -107,8 +107,8 @@ impl Resources {
     }
 }
 
-/// Returns the PTX of a kernel of which the assembler makes place for one cube at least, and as many registers as that
-/// allows.
+/// Returns the PTX of a kernel with the directive that a multiprocessor holds at least one cube. The assembler then uses
+/// as many registers as one cube may have.
 fn for_one_cube(ptx: &str) -> String {
     let threads = ptx.find(".reqntid").expect("the number of threads");
     [&ptx[..threads], ".minnctapersm 1\n", &ptx[threads..]].concat()

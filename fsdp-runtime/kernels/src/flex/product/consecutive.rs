@@ -7,7 +7,8 @@
 
 use std::mem::MaybeUninit;
 
-use super::{Matrix, blocks};
+use super::Matrix;
+use super::parts::blocks;
 
 /// Multiplications that take as long as copying an element to a matrix with consecutive rows.
 const COPY: usize = 40;
@@ -74,8 +75,9 @@ fn consecutive_rows<'a>(matrix: Matrix<'_>, copy: &'a mut Vec<f32>) -> Matrix<'a
 
 #[cfg(test)]
 mod tests {
+    use super::super::parts::Target;
     use super::super::tests::{elements, matrix};
-    use super::super::{Target, multiply_as_it_is, multiply_part};
+    use super::super::{multiply_as_it_is, multiply_part};
     use super::*;
 
     /// Gradients of inputs of linear layers, of which the last block has columns left over.

@@ -7,6 +7,7 @@
 mod consecutive;
 mod narrow;
 mod pairs;
+mod parts;
 mod turned;
 
 use std::borrow::Cow;
@@ -18,6 +19,8 @@ use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
 use self::consecutive::for_each_block;
+pub(super) use self::parts::Threads;
+use self::parts::{Target, for_each_part, keeps_bits};
 use self::turned::{is_faster_turned, multiply_turned};
 use super::float::{KernelFloat, with_float_type};
 use super::loops::convert;
@@ -224,15 +227,6 @@ fn check_len(len: usize, [rows, columns]: [usize; 2], stride: usize) {
     assert!(end <= len, "a matrix of {rows} rows exceeds {len} elements");
 }
 
-/// Threads that compute a product. The bits are the same.
-#[derive(Clone, Copy)]
-pub(super) enum Threads {
-    /// The calling thread.
-    One,
-    /// All threads of the current pool.
-    Pool,
-}
-
 /// Writes `scale · a · b` to the rows of `target`, which begin every `stride` elements, or adds it to
 /// them. The bits depend only on the elements and the shapes.
 ///
@@ -276,115 +270,6 @@ fn multiply_into(
         }
     };
     for_each_part(threads, [a, b], multiply_at);
-}
-
-/// Calls `f` with each part of a product: its first row and column, and its factors. The parts have no element in
-/// common.
-fn for_each_part<'a, E: Copy + Sync>(
-    threads: Threads,
-    [a, b]: [Matrix<'a, E>; 2],
-    f: impl Fn([usize; 2], [Matrix<'a, E>; 2]) + Sync,
-) {
-    let [part_rows, part_columns] = match threads {
-        Threads::One => [a.rows, b.columns],
-        Threads::Pool => part_shape(rayon::current_num_threads(), [a.rows, a.columns, b.columns]),
-    };
-    if [part_rows, part_columns] == [a.rows, b.columns] {
-        f([0, 0], [a, b]);
-        return;
-    }
-    let row_starts = (0..a.rows).step_by(part_rows);
-    let starts = |row| (0..b.columns).step_by(part_columns).map(move |column| [row, column]);
-    let parts: Vec<[usize; 2]> = row_starts.flat_map(starts).collect();
-    parts.into_par_iter().for_each(|[row, column]| {
-        let a = a.rows(row..(row + part_rows).min(a.rows));
-        let columns = column..(column + part_columns).min(b.columns);
-        f([row, column], [a, b.columns(columns)]);
-    });
-}
-
-/// Rows of a product in memory.
-struct Target<E = f32> {
-    start: *mut E,
-    /// Elements from one row to the next.
-    stride: usize,
-}
-
-// SAFETY: the functions that write to a target say which elements nothing else may use.
-unsafe impl<E> Send for Target<E> {}
-// SAFETY: as above.
-unsafe impl<E> Sync for Target<E> {}
-
-impl<E> Clone for Target<E> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<E> Copy for Target<E> {}
-
-impl<E> Target<E> {
-    /// Returns the target from an element on.
-    fn part(self, row: usize, column: usize) -> Self {
-        Self { start: self.start.wrapping_add(row * self.stride + column), ..self }
-    }
-}
-
-/// Writes sums to a row of a target, rounded to its type, or adds them.
-///
-/// # Safety
-///
-/// The row lies in memory that nothing else uses. It is initialised if `adds` is true.
-#[inline(always)]
-unsafe fn write_row<E: KernelFloat>(sums: &[f32], target: Target<E>, adds: bool) {
-    // SAFETY: as the caller promises.
-    let target: &mut Uninit<E> =
-        unsafe { std::slice::from_raw_parts_mut(target.start.cast(), sums.len()) };
-    for (target, &sum) in target.iter_mut().zip(sums) {
-        // SAFETY: as the caller promises.
-        let before = if adds { unsafe { target.assume_init() }.wide() } else { 0.0 };
-        target.write(E::narrow(if adds { before + sum } else { sum }));
-    }
-}
-
-/// Multiplications of a part of a product that pay for a task of the thread pool.
-const PART: usize = 1 << 21;
-
-/// Multiplications that take as long as it takes to pack an element of a factor for the kernel.
-const PACKING: usize = 44;
-
-/// Returns the numbers of rows and columns of the parts that as many threads compute.
-///
-/// Each thread packs the rows of `a` and the columns of `b` of its part. The crate `gemm` can use threads
-/// too: they wait for each other many times in one product, and the speed on two threads is 0.6 to 0.9 of
-/// that of two parts.
-fn part_shape(threads: usize, [rows, inner, columns]: [usize; 3]) -> [usize; 2] {
-    let parts = threads.min(rows * inner * columns / PART).max(1);
-    let shape = |of_rows: usize| {
-        let part = |size: usize, parts: usize, step: usize| {
-            size.div_ceil(parts).next_multiple_of(step).min(size)
-        };
-        // The kernels of `gemm` compute 6 rows and up to 64 columns at once.
-        [part(rows, of_rows, 6), part(columns, parts / of_rows, 64)]
-    };
-    let cost = |[rows, columns]: &[usize; 2]| rows * columns + PACKING * (rows + columns);
-    let shapes = (1..=parts).map(shape);
-    let kept = shapes.filter(|&[part_rows, part_columns]| {
-        keeps_bits([last(rows, part_rows), last(columns, part_columns)])
-    });
-    kept.min_by_key(cost).unwrap_or([rows, columns])
-}
-
-/// Returns the size of the last part.
-fn last(size: usize, part: usize) -> usize {
-    size - (size - 1) / part * part
-}
-
-/// Returns whether a part of this shape adds the terms of an element in the order in which a larger product
-/// adds them. The crate `gemm` has other orders for vectors, for up to 256 elements, and for up to 64 rows
-/// and columns.
-fn keeps_bits([rows, columns]: [usize; 2]) -> bool {
-    rows > 1 && columns > 1 && rows * columns > 256 && (rows > 64 || columns > 64)
 }
 
 /// Writes a product, or adds it, on the calling thread.
@@ -439,18 +324,9 @@ unsafe fn multiply_as_it_is(target: Target, adds: bool, scale: f32, [a, b]: [Mat
     }
 }
 
-/// Returns the start and the length of each block of `count` rows or columns. The last block has those that are left
-/// over as well, so that no block is so small that `gemm` adds the terms of an element in another order.
-fn blocks(count: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
-    let blocks = (count / size).max(1);
-    (0..blocks).map(move |at| {
-        let end = if at + 1 == blocks { count } else { (at + 1) * size };
-        (at * size, end - at * size)
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use super::parts::part_shape;
     use super::*;
 
     pub(in crate::flex::product) fn elements(len: usize) -> Vec<f32> {

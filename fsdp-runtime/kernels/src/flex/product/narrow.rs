@@ -7,10 +7,8 @@ use std::cell::RefCell;
 
 use multiversion::multiversion;
 
-use super::{
-    Matrix, Target, Threads, blocks, converted, for_each_part, keeps_bits, multiply_as_it_is,
-    write_row,
-};
+use super::parts::{Target, Threads, blocks, keeps_bits, new_in_parts, write_row};
+use super::{Matrix, converted, multiply_as_it_is};
 use crate::flex::float::KernelFloat;
 use crate::flex::loops::convert_over;
 
@@ -38,16 +36,8 @@ pub(super) fn new_product<I: KernelFloat, O: KernelFloat>([a, b]: [Matrix<'_, I>
         // The sums of several blocks are added before they are rounded.
         return converted(&new_product::<I, f32>([a, b]));
     }
-    let numel = a.rows * b.columns;
-    let mut product: Vec<O> = Vec::with_capacity(numel);
-    let target = Target { start: product.as_mut_ptr(), stride: b.columns };
-    for_each_part(Threads::Pool, [a, b], |[row, column], factors| {
-        // SAFETY: the vector has room for the product, and parts have no element in common.
-        unsafe { multiply_part(target.part(row, column), factors) };
-    });
-    // SAFETY: the parts cover the product, and each writes all its elements.
-    unsafe { product.set_len(numel) };
-    product
+    // SAFETY: parts have no element in common, and `multiply_part` writes all elements of its part.
+    unsafe { new_in_parts(Threads::Pool, [a, b], |target, factors| multiply_part(target, factors)) }
 }
 
 /// Blocks of a thread, kept from one product to the next.

@@ -11,7 +11,8 @@ use std::ops::Range;
 use half::bf16;
 use multiversion::multiversion;
 
-use super::{Matrix, Target, Threads, converted, for_each_part, write_row};
+use super::parts::{Target, Threads, new_in_parts, write_row};
+use super::{Matrix, converted};
 use crate::flex::float::KernelFloat;
 
 /// Rows of a tile of the result.
@@ -60,15 +61,10 @@ fn product_by<E: KernelFloat>(
         // The sums of several blocks are added before they are rounded.
         return converted(&product_by::<f32>(multiply, threads, [a, b]));
     }
-    let mut product: Vec<E> = Vec::with_capacity(numel);
-    let target = Target { start: product.as_mut_ptr(), stride: b.columns };
-    for_each_part(threads, [a, b], |[row, column], factors| {
-        // SAFETY: the vector has room for the product, and parts have no element in common.
-        unsafe { multiply_part(multiply, target.part(row, column), factors) };
-    });
-    // SAFETY: the parts cover the product, and each writes all its elements.
-    unsafe { product.set_len(numel) };
-    product
+    // SAFETY: parts have no element in common, and `multiply_part` writes all elements of its part.
+    unsafe {
+        new_in_parts(threads, [a, b], |target, factors| multiply_part(multiply, target, factors))
+    }
 }
 
 /// Packed pairs of a thread, kept from one product to the next.

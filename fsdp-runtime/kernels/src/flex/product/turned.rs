@@ -1,7 +1,8 @@
 //! Products that are computed transposed, where this takes less time.
 
 use super::consecutive::{for_each_block, transposition};
-use super::{Matrix, Target, blocks, keeps_bits, multiply_as_it_is};
+use super::parts::{Target, blocks, keeps_bits};
+use super::{Matrix, multiply_as_it_is};
 
 /// Returns whether the transposed product, whose result is transposed at the end, takes less time.
 ///
@@ -67,8 +68,9 @@ unsafe fn transpose(rows: &[f32], len: usize, target: Target) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::multiply;
+    use super::super::parts::Threads;
     use super::super::tests::{elements, matrix};
-    use super::super::{Threads, multiply};
     use super::*;
 
     /// A gradient of a thin factor, and a gradient of few rows through a wide weight.

@@ -40,19 +40,18 @@ pub(super) const NOT_SUPPORTED: Status = 15;
 ///
 /// If an algorithm fails for another reason, or if the library takes none.
 pub(super) fn first_taken<A>(
-    call: &'static str,
     algorithms: &[A],
     first: usize,
-    run: impl Fn(&A) -> Status,
+    run: impl Fn(&A) -> Result<(), CublasLtError>,
 ) -> Result<usize, CublasLtError> {
-    let mut status = NOT_SUPPORTED;
-    for (number, algorithm) in algorithms.iter().enumerate().skip(first) {
-        status = run(algorithm);
-        if !NOT_TAKEN.contains(&status) {
-            return checked(call, status).map(|()| number);
+    let is_refusal = |error: &CublasLtError| matches!(error, CublasLtError::Call { status, .. } if NOT_TAKEN.contains(status));
+    let mut number = first;
+    loop {
+        match run(&algorithms[number]) {
+            Err(error) if is_refusal(&error) && number + 1 < algorithms.len() => number += 1,
+            done => return done.map(|()| number),
         }
     }
-    Err(CublasLtError::Call { call, status })
 }
 
 /// Converts the status of a call.
@@ -218,8 +217,8 @@ mod tests {
 
     #[test]
     fn an_algorithm_that_is_refused_is_followed_by_the_next() {
-        let run =
-            |statuses: &[Status], first| first_taken("call", statuses, first, |&status| status);
+        let call = |&status: &Status| checked("call", status);
+        let run = |statuses: &[Status], first| first_taken(statuses, first, call);
         assert_eq!(run(&[0, 0], 0), Ok(0));
         assert_eq!(run(&[NOT_SUPPORTED, 7, 0, 0], 0), Ok(2));
         assert_eq!(run(&[7, 0, 0], 1), Ok(1));

@@ -184,12 +184,11 @@ impl Handles {
         let (one, beta) = (1f32, f32::from(u8::from(adds)));
         let Addresses { a, b, d, .. } = *addresses;
         let first = plan.first.load(Ordering::Relaxed);
-        let needs_workspace = plan.algorithms[first..].iter().any(|it| it.workspace > 0);
-        let workspace = if needs_workspace { self.workspace(stream)? } else { 0 };
         let run = |algorithm: &Heuristic| {
+            let workspace = if algorithm.workspace > 0 { self.workspace(stream)? } else { 0 };
             // SAFETY: the caller vouches for the addresses and the context; the plan's descriptors live as long
             // as the process.
-            unsafe {
+            let status = unsafe {
                 (self.library.cublasLtMatmul)(
                     self.handle.0,
                     plan.desc.0,
@@ -208,9 +207,10 @@ impl Handles {
                     algorithm.workspace,
                     stream,
                 )
-            }
+            };
+            checked("cublasLtMatmul", status)
         };
-        let taken = first_taken("cublasLtMatmul", &plan.algorithms, first, run)?;
+        let taken = first_taken(&plan.algorithms, first, run)?;
         plan.first.store(taken, Ordering::Relaxed);
         Ok(())
     }
