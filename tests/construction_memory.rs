@@ -85,11 +85,15 @@ fn within(what: &str, (peak, held): (usize, usize), units: usize) {
     assert!(peak <= bound, "{what}: {:.1} MiB, at most {:.1}", mib(peak), mib(bound));
 }
 
-fn save_and_load(folder: &Path) {
+/// Returns options under which shards lie in one memory, or do not.
+fn options(in_place: bool) -> FsdpOptions {
+    FsdpOptions::new().with_gather_in_place(in_place)
+}
+
+fn save_and_load(folder: &Path, in_place: bool) {
     let path = folder.to_path_buf();
     let (saving, ranks) = peak(move |worker| {
-        let net =
-            fully_shard(SIZES.init(worker.device()), worker, FsdpOptions::new().with_seed(1))?;
+        let net = fully_shard(SIZES.init(worker.device()), worker, options(in_place).with_seed(1))?;
         worker.barrier()?;
         if worker.is_rank_zero() {
             ALLOCATOR.reset_peak();
@@ -101,9 +105,8 @@ fn save_and_load(folder: &Path) {
     // One parameter, its gather, and the writer's buffer.
     within("saving", (saving, ranks.iter().sum()), 1);
 
-    let (full, ranks) = peak(|worker| {
-        let net =
-            fully_shard(SIZES.init(worker.device()), worker, FsdpOptions::new().with_seed(1))?;
+    let (full, ranks) = peak(move |worker| {
+        let net = fully_shard(SIZES.init(worker.device()), worker, options(in_place).with_seed(1))?;
         let state = net.state().full(Recipient::Only(Rank::ZERO))?;
         let result: usize = state.values().map(|data| data.as_bytes().len()).sum();
         // Every rank holds its shards until all have taken part.
@@ -114,7 +117,7 @@ fn save_and_load(folder: &Path) {
 
     let path = folder.to_path_buf();
     let (loading, ranks) = peak(move |worker| {
-        let mut net = fully_shard(SIZES.init(worker.device()), worker, FsdpOptions::new())?;
+        let mut net = fully_shard(SIZES.init(worker.device()), worker, options(in_place))?;
         net.state_mut().load_safetensors(&path, &LoadOptions::new())?;
         Ok(held(&net))
     });
@@ -122,27 +125,28 @@ fn save_and_load(folder: &Path) {
 
     let path = folder.to_path_buf();
     let (loading, ranks) = peak(move |worker| {
-        let options = FsdpOptions::new();
+        let options = options(in_place);
         let net = SIZES.init(worker.device());
         let (net, _) = from_pretrained(net, worker, options, &path, &LoadOptions::new())?;
         Ok(held(&net))
     });
     // Each rank reads its shard, and never a full parameter.
-    within("from_pretrained", (loading, ranks.iter().sum()), 1);
+    // In one memory, each rank has the part that it moves there twice.
+    within("from_pretrained", (loading, ranks.iter().sum()), 1 + usize::from(in_place));
 }
 
 /// A checkpoint of two ranks is loaded into a model on four ranks that was not initialised.
-fn load_checkpoint(folder: &Path) {
+fn load_checkpoint(folder: &Path, in_place: bool) {
     let path = folder.join("checkpoint");
     let saved = path.clone();
     launch(LaunchOptions::new(2).with_device(Device::flex()), move |worker| {
         let net =
-            fully_shard(SIZES.init(worker.device()), &worker, FsdpOptions::new().with_seed(1))?;
+            fully_shard(SIZES.init(worker.device()), &worker, options(in_place).with_seed(1))?;
         net.state().save(&saved)
     })
     .expect("the ranks succeed");
     let (loading, ranks) = peak(move |worker| {
-        let options = FsdpOptions::new().with_deferred_init(true);
+        let options = options(in_place).with_deferred_init(true);
         let mut net = fully_shard(SIZES.init(worker.device()), worker, options)?;
         net.state_mut().load(&path)?;
         Ok(held(&net))
@@ -166,18 +170,28 @@ fn merge_checkpoint(folder: &Path) {
 fn construction_holds_shards_and_one_unit() {
     let all = (SIZES.blocks * UNIT) as f64 / (1 << 20) as f64;
     println!("{} units of {} MiB: {all:.1} MiB", SIZES.blocks, UNIT >> 20);
-    within("rank 0 initialises", construct(FsdpOptions::new().with_seed(1)), 2);
-    within("rank 0 initialises, unseeded", construct(FsdpOptions::new()), 2);
-    within("no rank initialises", construct(FsdpOptions::new().with_deferred_init(true)), 0);
-    // Every rank initialises one parameter at a time: a matrix, and the tensor that it is drawn
-    // into.
-    let every = FsdpOptions::new().with_seed(1).with_sync_module_states(false);
-    within("every rank initialises", construct(every), WORLD);
-    let folder = tempfile::tempdir().unwrap();
-    save_and_load(folder.path());
-    within("rank 0 initialises codes", construct_codes(None), 2);
-    // Scales in 8 bits depend on the whole matrix, which every rank reads.
-    within("codes of a file", construct_codes(Some(folder.path())), WORLD / 2 + 1);
-    load_checkpoint(folder.path());
-    merge_checkpoint(folder.path());
+    for in_place in [false, true] {
+        println!("shards in one memory: {in_place}");
+        let options = || options(in_place);
+        within("rank 0 initialises", construct(options().with_seed(1)), 2);
+        within("rank 0 initialises, unseeded", construct(options()), 2);
+        within(
+            "no rank initialises",
+            construct(options().with_deferred_init(true)),
+            in_place.into(),
+        );
+        // Every rank initialises one parameter at a time: a matrix, and the tensor that it is drawn
+        // into.
+        let every = options().with_seed(1).with_sync_module_states(false);
+        within("every rank initialises", construct(every), WORLD);
+        let folder = tempfile::tempdir().unwrap();
+        save_and_load(folder.path(), in_place);
+        load_checkpoint(folder.path(), in_place);
+        if !in_place {
+            within("rank 0 initialises codes", construct_codes(None), 2);
+            // Scales in 8 bits depend on the whole matrix, which every rank reads.
+            within("codes of a file", construct_codes(Some(folder.path())), WORLD / 2 + 1);
+            merge_checkpoint(folder.path());
+        }
+    }
 }

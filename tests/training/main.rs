@@ -11,6 +11,7 @@ mod config;
 mod context_parallel;
 mod exchange;
 mod failures;
+mod gather_in_place;
 mod language_model;
 mod linear;
 mod llama;

@@ -4,128 +4,29 @@
 //! the parameter's part of the block, so that Flex's kernels use their fast path for whole
 //! contiguous tensors.
 
-use std::alloc::{Layout as Allocation, alloc_zeroed, dealloc, handle_alloc_error};
-use std::collections::HashMap;
 use std::ops::Range;
+#[cfg(feature = "mpi")]
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex};
 
 use burn::backend::Flex;
 use burn::backend::TensorMetadata;
 use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
 use burn::tensor::{DType, Element, Shape, TensorData};
-use burn_std::Bytes;
 use bytemuck::Pod;
 use fsdp_kernels::flex::decode_into;
-use fsdp_kernels::read_only::{ReadOnly, read_only};
 use fsdp_kernels::{Kernels, Norm, cast, with_float_type};
 
+use super::flex_memory::Memory;
 use super::model_backend::{FloatTensor, ModelBackend, dispatch};
 #[cfg(feature = "nccl")]
 use super::shard_backend::DeviceMemory;
 use super::shard_backend::ShardBackend;
-use crate::error::IgnorePoison;
 use crate::layout::StorageType;
 
 #[cfg(all(test, feature = "nccl"))]
 thread_local! {
     /// Time for which the device of this thread is busy, as a GPU is that frees memory.
     pub(crate) static BUSY: std::cell::Cell<std::time::Duration> = const { std::cell::Cell::new(std::time::Duration::ZERO) };
-}
-
-/// Alignment of a block in bytes: a cache line, and the widest vector register.
-const ALIGN: usize = 64;
-
-/// Block of host memory that Flex tensors view while the runtime rewrites it between units.
-#[derive(Debug)]
-struct Block {
-    start: NonNull<u8>,
-    /// Size in bytes.
-    bytes: usize,
-}
-
-// SAFETY: the block is plain memory. The schedule guarantees that accesses do not race. One thread
-// writes the block between a unit's reshard and the end of the next all-gather. Views are read only
-// between that end and the next reshard (see the note of `ShardBackend`).
-unsafe impl Send for Block {}
-// SAFETY: as for `Send`. The methods that write take `&self`, since views share the block.
-unsafe impl Sync for Block {}
-
-impl Block {
-    fn allocation(bytes: usize) -> Allocation {
-        Allocation::from_size_align(bytes.max(ALIGN), ALIGN)
-            .expect("the size of a gather buffer fits the address space")
-    }
-
-    fn new(bytes: usize) -> Self {
-        let allocation = Self::allocation(bytes);
-        // SAFETY: the size of the allocation is at least `ALIGN`, so not zero.
-        let start = unsafe { alloc_zeroed(allocation) };
-        let start = NonNull::new(start).unwrap_or_else(|| handle_alloc_error(allocation));
-        Self { start, bytes }
-    }
-
-    /// Copies `source` to the bytes from `at` on.
-    fn write(&self, at: usize, source: &[u8]) {
-        assert!(at + source.len() <= self.bytes, "a write must stay within its gather buffer");
-        // SAFETY: the range is within the block, `source` is other memory, and no view of the block
-        // is read while the schedule writes it.
-        unsafe {
-            self.start.add(at).copy_from_nonoverlapping(NonNull::from(source).cast(), source.len())
-        }
-    }
-}
-
-impl Drop for Block {
-    fn drop(&mut self) {
-        // SAFETY: `new` allocated the block with this layout. No view is left, as views hold an
-        // `Arc` of the block.
-        unsafe { dealloc(self.start.as_ptr(), Self::allocation(self.bytes)) }
-    }
-}
-
-/// Part of a block.
-///
-/// [`Memory`] keeps an `Arc` of each view's storage, so no tensor is the only owner of it, and Burn
-/// copies it before a mutation.
-struct View {
-    block: Arc<Block>,
-    range: Range<usize>,
-}
-
-impl ReadOnly for View {
-    fn size(&self) -> usize {
-        self.range.len()
-    }
-
-    fn bytes(&self) -> &[u8] {
-        // SAFETY: the range is within the block (checked in `Memory::bytes`). The block is
-        // initialised, lives as long as `self`, and is not written while a view is read.
-        unsafe {
-            let start = self.block.start.add(self.range.start);
-            std::slice::from_raw_parts(start.as_ptr(), self.range.len())
-        }
-    }
-}
-
-/// Memory of a gather buffer, and the byte storages of its views.
-#[derive(Debug)]
-pub(crate) struct Memory {
-    block: Arc<Block>,
-    dtype: DType,
-    /// One storage for each viewed range of bytes, given as (start, end). Kept so that no view is
-    /// the only owner of its storage.
-    views: Mutex<HashMap<(usize, usize), Arc<Bytes>>>,
-}
-
-impl Memory {
-    /// Returns the byte storage for a range of bytes.
-    fn bytes(&self, range: Range<usize>) -> Arc<Bytes> {
-        assert!(range.end <= self.block.bytes, "a view must stay within its gather buffer");
-        let mut views = self.views.lock().ignore_poison();
-        let view = || Arc::new(read_only(View { block: self.block.clone(), range: range.clone() }));
-        views.entry((range.start, range.end)).or_insert_with(view).clone()
-    }
 }
 
 /// Calls `f` with elements `range` of a flattened tensor. Copies the tensor only if it is not
@@ -205,15 +106,15 @@ impl ShardBackend for Flex {
     #[cfg(feature = "mpi")]
     type Host = Contiguous;
     const IN_HOST_MEMORY: bool = true;
+    const PLACES: bool = true;
 
     fn alloc(_: &FlexDevice, numel: usize, dtype: DType) -> Memory {
-        let block = Arc::new(Block::new(numel * dtype.size()));
-        Memory { block, dtype, views: Default::default() }
+        Memory::new(numel, dtype)
     }
 
     fn view(memory: &Memory, offset: usize, shape: Shape) -> FlexTensor {
         let size = memory.dtype.size();
-        let bytes = memory.bytes(offset * size..(offset + shape.num_elements()) * size);
+        let bytes = memory.view(offset * size..(offset + shape.num_elements()) * size);
         FlexTensor::from_arc(bytes, Layout::contiguous(shape), memory.dtype)
     }
 
@@ -222,7 +123,7 @@ impl ShardBackend for Flex {
             let source = cast::<Self>(source, memory.dtype);
             let numel = source.shape().num_elements();
             let at = offset * memory.dtype.size();
-            with_raw(&source, 0..numel, |source| memory.block.write(at, source));
+            with_raw(&source, 0..numel, |source| memory.write(at, source));
         }
     }
 
@@ -230,8 +131,8 @@ impl ShardBackend for Flex {
         let records = codes.shape().num_elements() / storage.record_words();
         let numel = records * storage.record_len();
         let bytes = numel * memory.dtype.size();
-        assert!(bytes <= memory.block.bytes, "a write must stay within its buffer");
-        let start = memory.block.start.as_ptr().cast();
+        assert!(bytes <= memory.len(), "a write must stay within its buffer");
+        let start = memory.start().as_ptr().cast();
         // SAFETY: the bytes are within the block, `codes` is other memory, and no view of the block is
         // read while the schedule writes it.
         let target = unsafe { std::slice::from_raw_parts_mut(start, bytes) };
@@ -243,7 +144,7 @@ impl ShardBackend for Flex {
         const NAN: [u8; 4096] = [u8::MAX; 4096];
         let bytes = numel * memory.dtype.size();
         for at in (0..bytes).step_by(NAN.len()) {
-            memory.block.write(at, &NAN[..NAN.len().min(bytes - at)]);
+            memory.write(at, &NAN[..NAN.len().min(bytes - at)]);
         }
     }
 
@@ -255,10 +156,28 @@ impl ShardBackend for Flex {
 
     fn wait_for(_: &()) {}
 
+    fn lies_in(memory: &Memory, offset: usize, tensor: &FlexTensor) -> bool {
+        let size = memory.dtype.size();
+        let bytes = offset * size..(offset + tensor.shape().num_elements()) * size;
+        tensor.dtype() == memory.dtype
+            && tensor.is_contiguous()
+            && tensor.layout().start_offset() == 0
+            && bytes.end <= memory.len()
+            && tensor.bytes().as_ptr().addr() == memory.start().as_ptr().addr() + bytes.start
+    }
+
+    fn place(memory: &Memory, offset: usize, tensor: &FlexTensor) -> Option<FlexTensor> {
+        if tensor.dtype() != memory.dtype {
+            return None;
+        }
+        let (shape, at) = (tensor.shape(), offset * memory.dtype.size());
+        let place = |source: &[u8]| memory.place(at, source);
+        let bytes = with_raw(tensor, 0..shape.num_elements(), place)?;
+        Some(FlexTensor::new(bytes, Layout::contiguous(shape), memory.dtype))
+    }
+
     fn detach(memory: &Memory, tensor: FlexTensor) -> FlexTensor {
-        let start = memory.block.start.as_ptr().addr();
-        let block = start..start + memory.block.bytes;
-        if !block.contains(&tensor.bytes().as_ptr().addr()) {
+        if !memory.contains(tensor.bytes().as_ptr().addr()) {
             return tensor;
         }
         let (numel, shape) = (tensor.shape().num_elements(), tensor.shape());
@@ -267,7 +186,7 @@ impl ShardBackend for Flex {
 
     #[cfg(feature = "mpi")]
     fn host_memory(memory: &Memory) -> Option<NonNull<u8>> {
-        Some(memory.block.start)
+        Some(memory.start())
     }
 
     #[cfg(feature = "mpi")]
@@ -280,8 +199,8 @@ impl ShardBackend for Flex {
     #[cfg(feature = "nccl")]
     fn device_memory(memory: &Memory) -> Result<DeviceMemory, String> {
         if cfg!(test) {
-            let start = memory.block.start.as_ptr().expose_provenance() as u64;
-            return Ok(DeviceMemory { start, stream: 0, _held: Box::new(memory.block.clone()) });
+            let start = memory.start().as_ptr().expose_provenance() as u64;
+            return Ok(DeviceMemory { start, stream: 0, _held: memory.hold() });
         }
         Err("a tensor on Flex is in host memory, but NCCL needs CUDA devices".into())
     }

@@ -9,8 +9,13 @@
 //! buffer only. A unit with matrices of several dtypes has one flat range for each dtype, and for
 //! each flat range a buffer of that dtype's ring. With rings of two or more buffers, units that are
 //! adjacent in layout order share none.
+//!
+//! Ranks that are threads of one process on Flex can also share buffers in which their shards lie.
+//! Nothing is copied into such a *common buffer*: it always shows the gathered parameters. It is never
+//! released, and each unit has its own.
 
 use std::collections::HashMap;
+use std::sync::OnceLock;
 
 use burn::tensor::{DType, Shape};
 use fsdp_kernels::Float;
@@ -21,7 +26,9 @@ use crate::layout::StorageType;
 /// Reusable buffer that a flat range of a unit is gathered into.
 #[derive(Debug)]
 pub(crate) struct GatherBuffer<B: ShardBackend> {
-    memory: B::Memory,
+    /// Empty until the buffer is allocated.
+    memory: OnceLock<B::Memory>,
+    device: B::Device,
     numel: usize,
     dtype: DType,
 }
@@ -29,7 +36,26 @@ pub(crate) struct GatherBuffer<B: ShardBackend> {
 impl<B: ShardBackend> GatherBuffer<B> {
     /// Allocates a buffer of `numel` zeros.
     pub(crate) fn new(device: &B::Device, numel: usize, dtype: DType) -> Self {
-        Self { memory: B::alloc(device, numel, dtype), numel, dtype }
+        let buffer = Self::unallocated(device, numel, dtype);
+        buffer.memory();
+        buffer
+    }
+
+    /// Returns a buffer of `numel` zeros that is allocated when it is used.
+    pub(crate) fn unallocated(device: &B::Device, numel: usize, dtype: DType) -> Self {
+        Self { memory: OnceLock::new(), device: device.clone(), numel, dtype }
+    }
+
+    /// Returns the memory, which is allocated if it is not yet.
+    fn memory(&self) -> &B::Memory {
+        self.memory.get_or_init(|| B::alloc(&self.device, self.numel, self.dtype))
+    }
+
+    /// Allocates the buffer if it is not allocated yet, and returns the bytes that this took.
+    pub(crate) fn allocate(&self) -> usize {
+        let before = self.bytes();
+        self.memory();
+        self.bytes() - before
     }
 
     /// Returns the type of the elements.
@@ -42,15 +68,15 @@ impl<B: ShardBackend> GatherBuffer<B> {
         self.numel
     }
 
-    /// Returns the size in bytes.
+    /// Returns the size in bytes, which is zero until the buffer is allocated.
     pub(crate) fn bytes(&self) -> usize {
-        self.numel * self.dtype.size()
+        self.memory.get().map_or(0, |_| self.numel * self.dtype.size())
     }
 
     /// Returns a tensor of this shape over the elements from `offset` on, without a copy
     /// ([`ShardBackend::view`]).
     pub(crate) fn view(&self, offset: usize, shape: &[usize]) -> Float<B> {
-        B::view(&self.memory, offset, Shape::from(shape.to_vec()))
+        B::view(self.memory(), offset, Shape::from(shape.to_vec()))
     }
 
     /// Copies a tensor into the buffer from `offset` (in elements) on, rounded to the buffer's type
@@ -63,14 +89,14 @@ impl<B: ShardBackend> GatherBuffer<B> {
     /// Copies several tensors like [`write`](Self::write). They must not overlap in the buffer. On
     /// CubeCL devices small tensors share kernel launches.
     pub(crate) fn write_all(&self, parts: Vec<(usize, Float<B>)>) {
-        B::write(&self.memory, parts);
+        B::write(self.memory(), parts);
     }
 
     /// Writes elements that were sent as `storage` has them, from the first element of the buffer on
     /// ([`ShardBackend::decode_into`]). Called by the communication thread.
     pub(crate) fn decode(&self, sent: Float<B>, storage: StorageType) {
         match storage.is_coded() {
-            true => B::decode_into(&self.memory, sent, storage),
+            true => B::decode_into(self.memory(), sent, storage),
             false => self.write(0, sent),
         }
     }
@@ -79,30 +105,48 @@ impl<B: ShardBackend> GatherBuffer<B> {
     /// ([`ShardBackend::host_memory`]).
     #[cfg(feature = "mpi")]
     pub(crate) fn host_memory(&self) -> Option<std::ptr::NonNull<u8>> {
-        B::host_memory(&self.memory)
+        B::host_memory(self.memory())
     }
 
     /// Returns the device address of the buffer, or the reason why it has none
     /// ([`ShardBackend::device_memory`]).
     #[cfg(feature = "nccl")]
     pub(crate) fn device_memory(&self) -> Result<super::shard_backend::DeviceMemory, String> {
-        B::device_memory(&self.memory)
+        B::device_memory(self.memory())
     }
 
     /// Orders later writes, of any thread, after the reads that the calling thread has issued so
     /// far ([`ShardBackend::release`]). Called by the rank's own thread at reshard. In debug builds
     /// fills the buffer with NaN, so that a later read without a new all-gather shows.
     pub(crate) fn release(&self) {
+        let Some(memory) = self.memory.get() else { return };
         if cfg!(debug_assertions) {
-            B::poison(&self.memory, self.numel);
+            B::poison(memory, self.numel);
         }
-        B::release(&self.memory);
+        B::release(memory);
     }
 
     /// Returns `tensor`, or a copy if it is a view of this buffer ([`ShardBackend::detach`]).
     /// Applied to the outputs of a unit, which are read after its reshard.
     pub(crate) fn detach(&self, tensor: Float<B>) -> Float<B> {
-        B::detach(&self.memory, tensor)
+        match self.memory.get() {
+            Some(memory) => B::detach(memory, tensor),
+            None => tensor,
+        }
+    }
+
+    /// Returns whether each tensor is stored in the buffer, from the given offset (in elements) on.
+    pub(crate) fn stores(&self, parts: &[(usize, Float<B>)]) -> bool {
+        let lies_in = |memory, (offset, part): &(usize, _)| B::lies_in(memory, *offset, part);
+        self.memory.get().is_some_and(|memory| parts.iter().all(|part| lies_in(memory, part)))
+    }
+
+    /// Moves a tensor into the buffer, from `offset` (in elements) on, and returns it as it is stored
+    /// there. Returns `None` if it is there already, or if the part is in use
+    /// ([`ShardBackend::place`]).
+    pub(crate) fn place(&self, offset: usize, tensor: &Float<B>) -> Option<Float<B>> {
+        let memory = self.memory();
+        if B::lies_in(memory, offset, tensor) { None } else { B::place(memory, offset, tensor) }
     }
 }
 

@@ -1,9 +1,10 @@
 //! The operations that sharding requires of a Burn backend: buffers that tensors view, own kernels,
 //! and tensors that are stored on the device or in host memory.
 //!
-//! A file uses only files earlier in this order: host_data; shard_backend; model_backend; flex;
-//! fence, cube and recorded; stored_tensor and gather_buffer; ops. Unit tests add stream_order, which
-//! fence, cube and recorded report to. The kernels are in the crate `fsdp-kernels`.
+//! A file uses only files earlier in this order: host_data; shard_backend; model_backend;
+//! flex_memory; flex; fence, cube and recorded; stored_tensor and gather_buffer; ops. Unit tests add
+//! stream_order, which fence, cube and recorded report to. The kernels are in the crate
+//! `fsdp-kernels`.
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -11,6 +12,8 @@ mod cube;
 mod fence;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "flex")]
+mod flex_memory;
 pub(crate) mod gather_buffer;
 mod host_data;
 mod model_backend;

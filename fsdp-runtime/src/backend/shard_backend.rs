@@ -108,6 +108,21 @@ pub(crate) trait ShardBackend: Kernels {
     /// before [`release`](Self::release), for a tensor that is read after it.
     fn detach(memory: &Self::Memory, tensor: Float<Self>) -> Float<Self>;
 
+    /// Whether tensors can be stored in a buffer ([`place`](Self::place)), and other threads can read
+    /// them there.
+    const PLACES: bool = false;
+    /// Returns whether the tensor is stored in the buffer, from `offset` (in elements) on.
+    fn lies_in(memory: &Self::Memory, offset: usize, tensor: &Float<Self>) -> bool {
+        let _ = (memory, offset, tensor);
+        false
+    }
+    /// Copies the tensor to a part of the buffer, and returns the tensor that is stored there, which Burn
+    /// may write. Returns `None` if another tensor is stored in the part, or if the dtypes differ.
+    fn place(memory: &Self::Memory, offset: usize, tensor: &Float<Self>) -> Option<Float<Self>> {
+        let _ = (memory, offset, tensor);
+        None
+    }
+
     /// Returns the address of the buffer's first byte if the buffer is in host memory. Writing
     /// there is subject to the rules of [`write`](Self::write).
     #[cfg(feature = "mpi")]

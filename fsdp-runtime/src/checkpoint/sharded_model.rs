@@ -10,6 +10,7 @@ use burn::tensor::{DType, Device, DispatchTensor, Tensor, TensorData};
 use crate::backend::owned_data;
 use crate::error::raise;
 use crate::fully_shard::Fsdp;
+use crate::fully_shard::place_shards::placed;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
 use crate::param_group::plan::{IgnoredParam, Key};
 use crate::param_group::{ParamSpec, Placement};
@@ -217,6 +218,6 @@ impl ModuleMapper for ReplaceValues<'_, '_> {
         self.loaded.push(index);
         drop(base);
         let base = Tensor::from_data(data, (&device, dtype)).set_require_grad(tracked);
-        Param::from_mapped_value(id, base, mapper)
+        placed(self.schedule, index, Param::from_mapped_value(id, base, mapper))
     }
 }

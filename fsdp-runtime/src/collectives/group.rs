@@ -75,6 +75,11 @@ impl AnyProcessGroup {
         !B::IN_HOST_MEMORY && matches!(self, Self::Local(_))
     }
 
+    /// Returns whether the members are threads of one process.
+    pub(crate) fn shares_memory(&self) -> bool {
+        matches!(self, Self::Local(_))
+    }
+
     /// Returns the calling rank, as a rank of the world.
     pub(crate) fn rank(&self) -> Rank {
         on_engine!(self, |group| group.rank())
@@ -103,7 +108,7 @@ impl AnyProcessGroup {
 
     /// Returns every member's tensors, in rank order, and orders later operations of the calling
     /// thread after all that the members have issued. All members call it, and they share a device
-    /// ([`shares_device`](Self::shares_device)).
+    /// ([`shares_device`](Self::shares_device)) or host memory ([`shares_memory`](Self::shares_memory)).
     pub(crate) fn exchange_on_device<B: ShardBackend, T: std::any::Any + Send + Sync>(
         &self,
         op: &Op,

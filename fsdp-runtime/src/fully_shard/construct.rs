@@ -11,7 +11,7 @@ use super::ignored_gradients::IgnoredGradients;
 use super::init::{InitDevice, InitOwners, InitSetup, ShardingInit, check_same_model};
 use super::model::Fsdp;
 use super::optimizer_check::OptimizerCheck;
-use crate::backend::{DeviceKind, check_device, clone_device, with_backend};
+use crate::backend::{DeviceKind, Raw, check_device, clone_device, with_backend};
 use crate::collectives::group::MeshGroups;
 use crate::error::{Error, ShardError};
 use crate::launch::Worker;
@@ -22,7 +22,7 @@ use crate::options::{FsdpOptions, OffloadPolicy, ReshardAfterForward};
 use crate::param_group::memory::OptimizerStates;
 use crate::param_group::plan::ModelPlan;
 use crate::runtime::schedule::decide::Timing;
-use crate::runtime::schedule::{Schedule, Settings, block_group};
+use crate::runtime::schedule::{Schedule, Settings, block_group, common_buffers};
 
 /// Shards `module` over the ranks of `worker`, and returns the sharded model. Every rank calls it
 /// with the same model and the same options.
@@ -83,19 +83,29 @@ pub(crate) fn shard<M: HookedForward>(
     with_backend!(device, |B, inner| {
         let random = RandomStream::new(options.seed.unwrap_or(0), Some(mesh));
         let comm = worker.comm().among(settings.groups.data.clone());
+        let common = match options.gathers_in_place() {
+            true => common_buffers::<Raw<B>>(
+                worker.comm(),
+                &settings.groups.shard,
+                &inner,
+                &plan.units,
+            )?,
+            false => vec![None; plan.units.len()],
+        };
         let schedule = Schedule::<B>::new(
             settings,
             clone_device(&inner),
             (comm, worker.comm().world().clone()),
             plan.units.clone(),
             random.clone(),
+            common,
         );
         schedule.set_unloaded(&later);
         let owners = InitOwners::new(&module, &plan, worker, &options)?;
         let setup = InitSetup {
             plan: &plan,
             loaded_later: later.iter().copied().collect(),
-            runtime: schedule.clone(),
+            schedule: schedule.clone(),
             worker,
             options: &options,
             random: &random,

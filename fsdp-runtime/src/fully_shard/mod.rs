@@ -1,7 +1,7 @@
 //! The sharding of a module, and the sharded model that it returns.
 //!
 //! Imports point one way: optimizer_probe <- optimizer_check; init, ignored_gradients,
-//! gradient_hook, optimizer_check, step_in_f32 <- model <- construct, backward, clip, display, stats;
+//! gradient_hook, optimizer_check, place_shards, step_in_f32 <- model <- construct, backward, clip, display, stats;
 //! backward <- backward_sum, unshard; unshard <- control.
 
 mod backward;
@@ -16,6 +16,7 @@ mod init;
 mod model;
 pub(crate) mod optimizer_check;
 pub(crate) mod optimizer_probe;
+pub(crate) mod place_shards;
 mod stats;
 pub(crate) mod step_in_f32;
 mod unshard;

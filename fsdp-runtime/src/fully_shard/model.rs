@@ -13,6 +13,7 @@ use fsdp_kernels::batched_steps;
 use super::gradient_hook::GradientHook;
 use super::ignored_gradients::IgnoredGradients;
 use super::optimizer_check::{OptimizerCheck, is_of_optimizers};
+use super::place_shards::place_shards;
 use super::step_in_f32::StepInF32;
 #[cfg(feature = "train")]
 use crate::error::LearnerError;
@@ -102,7 +103,8 @@ impl<M: Module> Fsdp<M> {
     /// gathered.
     pub(crate) fn map_module(self, map: impl FnOnce(M) -> M) -> Self {
         self.schedule.begin_change().unwrap_or_else(|error| raise(error));
-        Self { module: map(self.module), ..self }
+        let module = place_shards(&*self.schedule, map(self.module));
+        Self { module, ..self }
     }
 }
 

@@ -194,6 +194,22 @@ impl FsdpOptions {
         self
     }
 
+    /// Sets whether ranks that are threads of one process on Flex have their shards in one memory. Default:
+    /// in release builds.
+    ///
+    /// The shards of all ranks then lie side by side, as a gather buffer would have them, and each rank
+    /// reads the parameters of a unit there. No rank has gather buffers, and nothing is copied. This holds
+    /// for units that are stored in the dtype that computes, and without an offload policy; other units
+    /// and devices are gathered. An optimizer that cannot update a shard in place, because a clone of the
+    /// model refers to it, makes the next pass gather the unit.
+    ///
+    /// In debug builds a resharded unit has the value NaN, so that a parameter that is read outside of its
+    /// unit's forward and backward shows. Losses are equal either way.
+    pub const fn with_gather_in_place(mut self, in_place: bool) -> Self {
+        self.gather_in_place = Some(in_place);
+        self
+    }
+
     /// Sets how many units' gradients may be in reduction at a time, at least 1. Default: 1 on
     /// Flex, 2 on CUDA devices, 5 on other devices.
     ///

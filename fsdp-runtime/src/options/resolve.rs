@@ -82,6 +82,12 @@ impl FsdpOptions {
         device.clone()
     }
 
+    /// Returns whether ranks that are threads on Flex have their shards in one memory, where they can.
+    pub(crate) fn gathers_in_place(&self) -> bool {
+        let wanted = self.gather_in_place.unwrap_or(cfg!(not(debug_assertions)));
+        wanted && self.offload == OffloadPolicy::None
+    }
+
     /// Returns how many reductions of gradients may run at a time on a device of this kind.
     pub(crate) fn reductions_in_flight(&self, kind: DeviceKind) -> usize {
         self.reductions_in_flight.unwrap_or(match kind {

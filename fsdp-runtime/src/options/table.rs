@@ -239,6 +239,13 @@ macro_rules! option_rows {
         range: "module paths, each with a list of module paths",
         keys: ONE_UNIT,
     }
+    #[serde(default)]
+    pub(super) gather_in_place(with_gather_in_place): plain(Option<bool>) = None, {
+        help: "Whether ranks that are threads on Flex have their shards in one memory, where `None` is the default of the build",
+        default: "in release builds",
+        range: "on, off",
+        keys: Keys::NotInFile("Accelerate has no such option"),
+    }
     pub(super) reductions_in_flight(with_reductions_in_flight): plain(Option<usize>) = None, {
         help: "Number of units whose gradients may be in reduction at a time, where `None` is the default of the device",
         default: "1 on Flex, 2 on CUDA, else 5",

@@ -236,6 +236,17 @@ impl Unit {
         self.gathered_ranges().iter().map(sent).collect()
     }
 
+    /// Returns whether the unit's matrices are stored as they are gathered, so that nothing is cast
+    /// or decoded.
+    pub(crate) fn is_stored_as_gathered(&self) -> bool {
+        let mut sharded = self.params.iter().filter(|entry| entry.is_sharded());
+        let is_same = |entry: &ParamSpec| {
+            let is_plain = !entry.storage.is_coded() && entry.sent() == entry.storage;
+            is_plain && entry.storage.dtype() == entry.dtype
+        };
+        self.gathers && sharded.all(is_same)
+    }
+
     /// Returns the bytes of the unit's gather buffers, padding included.
     pub(crate) fn unsharded_bytes(&self) -> usize {
         self.buffers().iter().map(|(numel, dtype)| numel * dtype.size()).sum()

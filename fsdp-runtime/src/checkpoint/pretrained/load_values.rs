@@ -7,6 +7,7 @@ use burn::tensor::Tensor;
 
 use super::matching::MatchedTensor;
 use crate::fully_shard::Fsdp;
+use crate::fully_shard::place_shards::PlaceShards;
 use crate::module::param_ids;
 use crate::module::{FsdpModule, ParamIndex};
 
@@ -44,7 +45,9 @@ pub(super) fn load_values<M: FsdpModule>(
     // Two passes: all old values are freed first, so that the model is never in memory twice.
     let mut clear = ClearValues { values, in_order: Vec::new() };
     model.module = model.module.clone().map(&mut clear);
-    model.module = model.module.clone().map(&mut FillValues(clear.in_order.into_iter()));
+    let place = PlaceShards::new(&*model.schedule, &model.module);
+    let mut fill = FillValues { values: clear.in_order.into_iter(), place };
+    model.module = model.module.clone().map(&mut fill);
     model.schedule.set_loaded(&loaded);
 }
 
@@ -75,15 +78,18 @@ impl ModuleMapper for ClearValues {
 }
 
 /// Reads the collected values into the parameters, in the order of the traversal.
-struct FillValues(std::vec::IntoIter<Option<MatchedTensor>>);
+struct FillValues<'a> {
+    values: std::vec::IntoIter<Option<MatchedTensor>>,
+    place: PlaceShards<'a>,
+}
 
-impl ModuleMapper for FillValues {
+impl ModuleMapper for FillValues<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(Some(tensor)) = self.0.next() else { return param };
+        let Some(Some(tensor)) = self.values.next() else { return param };
         let (id, base, mapper) = param.consume();
         let data = tensor.data();
         let (tracked, dtype) = (base.is_require_grad(), data.dtype());
         let base = Tensor::from_data(data, (&base.device(), dtype)).set_require_grad(tracked);
-        Param::from_mapped_value(id, base, mapper)
+        self.place.map_float(Param::from_mapped_value(id, base, mapper))
     }
 }

@@ -12,17 +12,18 @@ use crate::backend::{ModelBackend, Raw, RawFloat, ShardBackend};
 use crate::collectives::device_work::DeviceWork;
 use crate::collectives::{Op, ProcessGroup};
 use crate::launch::Worker;
-use crate::module::{ParamIndex, RandomStream, Runtime};
+use crate::module::{ParamIndex, RandomStream};
 use crate::options::FsdpOptions;
 use crate::param_group::ParamSpec;
 use crate::param_group::plan::ModelPlan;
+use crate::runtime::schedule::Schedule;
 
 /// The settings that stay fixed while one model is initialised.
 pub(in crate::fully_shard) struct InitSetup<'a, B: ModelBackend> {
     pub(in crate::fully_shard) plan: &'a ModelPlan,
     /// Parameters that are loaded after construction, and so are not initialised.
     pub(in crate::fully_shard) loaded_later: HashSet<ParamIndex>,
-    pub(in crate::fully_shard) runtime: Arc<dyn Runtime>,
+    pub(in crate::fully_shard) schedule: Arc<Schedule<B>>,
     pub(in crate::fully_shard) worker: &'a Worker,
     pub(in crate::fully_shard) options: &'a FsdpOptions,
     pub(crate) random: &'a Arc<RandomStream>,

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{DType, DispatchTensor, Shape, Tensor};
 
+use super::super::place_shards::placed;
 use super::broadcasts::{Broadcast, Broadcasts, Received};
 use super::checks::Checks;
 use super::init_owners::InitOwners;
@@ -20,6 +21,7 @@ use crate::module::{
 };
 use crate::param_group::plan::SHARDED;
 use crate::param_group::{ParamSpec, Placement, Unit};
+use crate::runtime::schedule::ScheduleShards;
 
 /// Replaces a module's parameters by the parts that this rank stores.
 pub(in crate::fully_shard) struct ShardingInit<'a, B: ModelBackend> {
@@ -129,9 +131,13 @@ impl<'a, B: ModelBackend> ShardingInit<'a, B> {
             match received {
                 Ok(Received { index, values }) => {
                     index.into_iter().for_each(|index| self.log_initialized(index));
-                    let device = &self.setup.device;
-                    let values = values.into_iter().map(|(id, value)| (id, device.stored(value)));
-                    self.transfers.received.extend(values);
+                    let place = |(id, value)| {
+                        let value = self.setup.device.stored(value);
+                        let placed = index
+                            .and_then(|index| self.setup.schedule.placed(index, value.clone()));
+                        (id, placed.unwrap_or(value))
+                    };
+                    self.transfers.received.extend(values.into_iter().map(place));
                 }
                 Err(error) => self.checks.record_failed_collective(error.into()),
             }
@@ -307,8 +313,9 @@ impl<B: ModelBackend> ParamMapper for ShardingInit<'_, B> {
         self.progress.managed += 1;
         let (empty, base) = self.shard(param, index, number);
         let base = self.setup.device.tensor::<D>(base).set_require_grad(empty.requires_grad);
-        let sharded = Sharded::new(self.setup.runtime.clone(), index);
-        sharded.put_on(Param::from_mapped_value(empty.id, base, empty.mapper))
+        let param = Param::from_mapped_value(empty.id, base, empty.mapper);
+        let param = placed(&*self.setup.schedule, index, param);
+        Sharded::new(self.setup.schedule.clone(), index).put_on(param)
     }
 
     fn unmanaged<M: Module>(&mut self, module: M) -> M {

@@ -246,7 +246,9 @@ impl<B: ModelBackend> Schedule<B> {
         state.calls.retain(|_, call| call.has_graph());
         self.end_unused_holds(state);
         for unit in 0..self.units.len() {
+            // What is gathered in place changes with the optimizer's step.
             let stays = self.stays_after_backward(state, unit)
+                && !state.buffers.is_in_place(unit)
                 && matches!(state.units[unit].shard_state, ShardState::Unsharded);
             state.units[unit].kept_leaves = stays.then(|| state.units[unit].leaves());
             if !stays {

@@ -1,4 +1,8 @@
 //! The gather buffers of a model, and which unit uses which.
+//!
+//! Units with common buffers use the others only in passes in which the shards of some rank do not
+//! lie in the common ones, for example because an optimizer had to copy them. The others are not
+//! allocated before the first such pass.
 
 use std::sync::Arc;
 
@@ -9,6 +13,9 @@ use crate::backend::ShardBackend;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::options::ReshardAfterForward;
 use crate::param_group::{Unit, UnitControl, code_buffers, gather_buffer_plan};
+
+/// One buffer for each flat range of a unit, for the units that have such buffers.
+pub(super) type BuffersOfUnits<B> = Vec<Option<Vec<Arc<GatherBuffer<B>>>>>;
 
 /// The gather buffers of a model.
 pub(super) struct GatherBuffers<B: ShardBackend> {
@@ -22,21 +29,30 @@ pub(super) struct GatherBuffers<B: ShardBackend> {
     /// `ReshardAfterForward::To`.
     kept_parts: Vec<Vec<Arc<GatherBuffer<B>>>>,
     /// Buffers of their own of the units that stay gathered, in place of those of `turns`.
-    held: Vec<Option<Vec<Arc<GatherBuffer<B>>>>>,
+    held: BuffersOfUnits<B>,
+    /// Buffers in which the shards of all ranks of the shard group can lie. The ranks share them.
+    common: BuffersOfUnits<B>,
+    /// Units that are gathered in their common buffers.
+    in_place: Vec<bool>,
 }
 
 impl<B: ShardBackend> GatherBuffers<B> {
     /// Allocates the buffers of `units`; the units of an inner nesting level share at least
-    /// `gather_buffers`.
+    /// `gather_buffers`. With `common` buffers, those that units take in turn are allocated later.
     pub(super) fn new(
         gather_buffers: usize,
         device: &B::Device,
         units: &[Unit],
         controls: &[UnitControl],
+        common: BuffersOfUnits<B>,
     ) -> Self {
         let plan = gather_buffer_plan(units, controls, gather_buffers);
         let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
-        let buffers: Vec<_> = plan.buffers.into_iter().map(new).collect();
+        let later = |(numel, dtype)| Arc::new(GatherBuffer::unallocated(device, numel, dtype));
+        let has_common = common.iter().any(Option::is_some);
+        let buffers = plan.buffers.into_iter();
+        let buffers: Vec<_> =
+            buffers.map(|it| if has_common { later(it) } else { new(it) }).collect();
         let parts = |(unit, control): (&Unit, &UnitControl)| match control.reshard {
             ReshardAfterForward::To(size) => unit.parts(size).into_iter().map(new).collect(),
             _ => Vec::new(),
@@ -44,7 +60,33 @@ impl<B: ShardBackend> GatherBuffers<B> {
         let kept_parts = units.iter().zip(controls).map(parts).collect();
         let codes = code_buffers(units).into_iter().map(new).collect();
         let turns = BufferTurns::new(buffers.len(), plan.buffers_of);
-        Self { buffers, turns, codes, kept_parts, held: vec![None; units.len()] }
+        let (held, in_place) = (vec![None; units.len()], vec![false; units.len()]);
+        Self { buffers, turns, codes, kept_parts, held, common, in_place }
+    }
+
+    /// Allocates the buffers that a unit takes in turn, and returns the bytes that this took.
+    pub(super) fn allocate(&self, unit: usize) -> usize {
+        self.turns.of(unit).iter().map(|&buffer| self.buffers[buffer].allocate()).sum()
+    }
+
+    /// Returns the common buffers of all units.
+    pub(super) fn common(&self) -> &BuffersOfUnits<B> {
+        &self.common
+    }
+
+    /// Returns whether some unit has common buffers.
+    pub(super) fn has_common(&self) -> bool {
+        self.common.iter().any(Option::is_some)
+    }
+
+    /// Says whether a unit is gathered in its common buffers.
+    pub(super) fn set_in_place(&mut self, unit: usize, in_place: bool) {
+        self.in_place[unit] = in_place;
+    }
+
+    /// Returns whether a unit is gathered in its common buffers.
+    pub(super) fn is_in_place(&self, unit: usize) -> bool {
+        self.in_place[unit]
     }
 
     /// Takes the buffers of their own from `other`, which is being replaced.
@@ -76,9 +118,10 @@ impl<B: ShardBackend> GatherBuffers<B> {
 
     /// Returns the buffer of one flat range of a unit.
     pub(super) fn of_range(&self, unit: usize, range: usize) -> &Arc<GatherBuffer<B>> {
-        match &self.held[unit] {
-            Some(held) => &held[range],
-            None => &self.buffers[self.turns.of(unit)[range]],
+        match (&self.held[unit], &self.common[unit]) {
+            (Some(held), _) => &held[range],
+            (None, Some(common)) if self.in_place[unit] => &common[range],
+            _ => &self.buffers[self.turns.of(unit)[range]],
         }
     }
 
@@ -95,6 +138,9 @@ impl<B: ShardBackend> GatherBuffers<B> {
 
     /// Gives a unit's buffers back.
     pub(super) fn release(&mut self, unit: usize) {
+        if std::mem::take(&mut self.in_place[unit]) {
+            return;
+        }
         for &buffer in self.turns.of(unit) {
             self.buffers[buffer].release();
         }
@@ -114,7 +160,8 @@ impl<B: ShardBackend> GatherBuffers<B> {
         &self.buffers[self.buffers.len() - 1]
     }
 
-    /// Returns the size of all buffers and kept parts, in bytes.
+    /// Returns the size of all buffers and kept parts, in bytes. Common buffers have the shards, which
+    /// are counted as such.
     pub(super) fn bytes(&self) -> usize {
         let parts = self.kept_parts.iter().flatten();
         let held = self.held.iter().flatten().flatten();

@@ -89,7 +89,8 @@ impl<B: ModelBackend> Schedule<B> {
             return None;
         }
         let conflicts = |other: &UnitCall<B>| {
-            if !state.buffers.turns.share(new.unit, other.unit) {
+            let is_in_common = state.buffers.common()[other.unit].is_some() && !other.views_ring;
+            if is_in_common || !state.buffers.turns.share(new.unit, other.unit) {
                 return false;
             }
             if other.part_of != new.part_of {

@@ -85,7 +85,9 @@ impl<B: ModelBackend> ScheduleControl for Schedule<B> {
         change(&mut state.controls);
         let gather_buffers = self.settings.timing.gather_buffers;
         let controls = &state.controls;
-        let mut buffers = GatherBuffers::new(gather_buffers, &self.device, &self.units, controls);
+        let common = state.buffers.common().clone();
+        let mut buffers =
+            GatherBuffers::new(gather_buffers, &self.device, &self.units, controls, common);
         let before = state.buffers.bytes();
         buffers.take_held(&mut state.buffers);
         state.buffers = buffers;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use burn::tensor::DType;
 
-use super::buffers::GatherBuffers;
+use super::buffers::{BuffersOfUnits, GatherBuffers};
 use super::counters::{Counters, count};
 use super::decide::Decisions;
 use super::settings::Settings;
@@ -47,17 +47,18 @@ impl<B: ModelBackend> fmt::Debug for Schedule<B> {
 
 impl<B: ModelBackend> Schedule<B> {
     /// Creates a schedule over `units`, which are in layout order, and allocates the gather
-    /// buffers.
+    /// buffers, in addition to the `common` ones.
     pub(crate) fn new(
         settings: Settings,
         device: B::Device,
         (comm, world): (Arc<Communicator>, Arc<AnyProcessGroup>),
         units: Vec<Unit>,
         random: Arc<RandomStream>,
+        common: BuffersOfUnits<Raw<B>>,
     ) -> Arc<Self> {
         let controls: Vec<_> = units.iter().map(|unit| unit.control.clone()).collect();
         let buffers =
-            GatherBuffers::new(settings.timing.gather_buffers, &device, &units, &controls);
+            GatherBuffers::new(settings.timing.gather_buffers, &device, &units, &controls, common);
         let tracker = Arc::new(MemoryTracker::new(settings.storage != StorageDevice::Device));
         for (index, unit) in units.iter().enumerate() {
             let (shards, replicated) = unit.stored_bytes();

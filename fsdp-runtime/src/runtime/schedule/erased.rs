@@ -2,6 +2,7 @@
 
 use super::access::ScheduleState;
 use super::collectives::ScheduleCollectives;
+use super::common::ScheduleShards;
 use super::control::ScheduleControl;
 use super::core::Schedule;
 use super::hold::ScheduleHolds;
@@ -19,6 +20,7 @@ pub(crate) trait ErasedSchedule:
     + ScheduleCollectives
     + ScheduleHolds
     + ScheduleControl
+    + ScheduleShards
 {
 }
 

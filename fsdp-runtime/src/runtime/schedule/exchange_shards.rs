@@ -16,7 +16,6 @@
 //!   next pass has ended. A step of an optimizer in between copies the shards.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::core::Schedule;
 use super::peer_shards::{Given, PeerShards};
@@ -36,10 +35,20 @@ impl<B: ModelBackend> Schedule<B> {
             && self.settings.groups.shard.shares_device::<Raw<B>>()
     }
 
-    /// Returns whether the all-gathers in `group` are those of shards on a shared device.
-    pub(super) fn reads_peers(&self, group: &Arc<AnyProcessGroup>) -> bool {
+    /// Returns whether the all-gathers in `group` are those of shards on a shared device, or of shards
+    /// with common buffers.
+    pub(super) fn reads_peers(&self, state: &State<B>, group: &Arc<AnyProcessGroup>) -> bool {
         let shard_group = &self.settings.groups.shard;
-        Arc::ptr_eq(group, shard_group) && group.size() > 1 && self.shares_device()
+        let shares = self.shares_device() || state.buffers.has_common();
+        Arc::ptr_eq(group, shard_group) && group.size() > 1 && shares
+    }
+
+    /// Exchanges the shards with the other ranks, unless that has been done for `unit` in this pass.
+    pub(super) fn read_peers(&self, state: &mut State<B>, unit: usize) -> Result<(), Error> {
+        match &state.peers {
+            Some(peers) if peers.has(unit) => Ok(()),
+            _ => self.exchange_shards(state, unit),
+        }
     }
 
     /// Runs the all-gathers of a unit on this thread. The first ones of a pass exchange the shards.
@@ -49,9 +58,7 @@ impl<B: ModelBackend> Schedule<B> {
         unit: usize,
         gathers: Vec<AllGather<Raw<B>>>,
     ) -> Result<(), Error> {
-        if !state.peers.as_ref().is_some_and(|peers| peers.has(unit)) {
-            self.exchange_shards(state, unit)?;
-        }
+        self.read_peers(state, unit)?;
         let peers = state.peers.as_ref().filter(|peers| peers.has(unit));
         let Some(peers) = peers else {
             let (unit, path) = (&self.units[unit].name, &self.units[unit].params[0].path);
@@ -60,8 +67,7 @@ impl<B: ModelBackend> Schedule<B> {
             );
         };
         for (range, gather) in gathers.into_iter().enumerate() {
-            let bytes = gather.shards.iter().map(|shard| shard.value.numel() * gather.dtype.size());
-            gather.sent_bytes.fetch_add(bytes.sum(), Ordering::Relaxed);
+            gather.count_sent();
             gather.buffer.write_all(peers.of_range(unit, range));
         }
         Ok(())

@@ -22,7 +22,7 @@
 //!
 //! Order of the files, from the bottom up: `counters`, `decide`, `settings`, `open_group`,
 //! `unit_state`, `unit_call`, `reduction`, `buffers`, `peer_shards`, `step_loss`, `state`, `core`,
-//! `saved`, `reshard`, `unshard`, `exchange_shards`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
+//! `saved`, `reshard`, `exchange_shards`, `common`, `unshard`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
 //! `group`, `prefetch`, `reduce_codes`, `reduce`, `cast_replicated`, `backward`,
 //! `recompute_first_run`, `recompute_backward`, `materialize`, `sum_of_part`, `tensor_parallel`, `context_parallel`, `forward`. The interfaces
 //! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `losses`, `collectives`, `erased`.
@@ -34,6 +34,7 @@ mod buffers;
 mod calls;
 mod cast_replicated;
 mod collectives;
+mod common;
 mod context_parallel;
 mod control;
 mod core;
@@ -69,6 +70,7 @@ mod unit_state;
 mod unshard;
 mod whole_step;
 
+pub(crate) use self::common::{ScheduleShards, common_buffers};
 pub(crate) use self::control::block_group;
 pub(crate) use self::core::Schedule;
 pub use self::counters::Counts;

@@ -66,7 +66,8 @@ impl<B: ModelBackend> Schedule<B> {
             return;
         };
         let parts = state.buffers.kept_parts(index);
-        if parts.is_empty() || state.buffers.turns.holds(index) {
+        let stays = state.buffers.turns.holds(index) || state.buffers.is_in_place(index);
+        if parts.is_empty() || stays {
             return;
         }
         let ranges =

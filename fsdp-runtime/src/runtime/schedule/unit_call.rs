@@ -29,6 +29,9 @@ pub(super) struct UnitCall<B: ModelBackend> {
     /// Whether the call used a gathered parameter without a gradient. An operation that reads such
     /// a parameter may run backward after the last gradient of the call has arrived.
     pub(super) reads_frozen: bool,
+    /// Whether the call read a parameter of a unit with common buffers in the buffers that units take
+    /// in turn.
+    pub(super) views_ring: bool,
     /// Tells whether the graph of the call exists: the operations of the graph hold the value.
     pub(super) alive: Weak<()>,
     /// The value behind `alive`, which the call holds itself until the forward ends.
@@ -56,6 +59,7 @@ impl<B: ModelBackend> UnitCall<B> {
             entered: false,
             tracked: false,
             reads_frozen: false,
+            views_ring: false,
             alive: Arc::downgrade(&open),
             open: Some(open),
             part_of: None,

@@ -101,6 +101,12 @@ pub(super) struct AllGather<B: ShardBackend> {
 }
 
 impl<B: ShardBackend> AllGather<B> {
+    /// Counts the bytes of this rank's shards, which the other ranks read without a collective.
+    pub(super) fn count_sent(&self) {
+        let bytes = self.shards.iter().map(|shard| shard.value.numel() * self.dtype.size());
+        self.sent_bytes.fetch_add(bytes.sum(), Ordering::Relaxed);
+    }
+
     /// Runs the all-gather in `group`, on the communication thread.
     fn run(
         self,
@@ -178,7 +184,8 @@ impl<B: ModelBackend> Schedule<B> {
         let Some((shards, group)) = self.copy_in(state, index, pass, when)? else {
             return Ok(());
         };
-        if !self.acquire_buffers(state, index, when)? {
+        let in_place = self.gather_in_place(state, index)?;
+        if !in_place && !self.acquire_buffers(state, index, when)? {
             return Ok(());
         }
         tracing::trace!(target: "fsdp", unit = %unit.name, ahead = when == When::Ahead, "fsdp::unshard");
@@ -187,9 +194,16 @@ impl<B: ModelBackend> Schedule<B> {
             self.tracker.take(MemoryKind::ReplicatedCopies, unit.replicated_bytes(), index);
         }
         let gathers = self.all_gathers(state, index, pass, shards);
+        if !in_place && !state.buffers.turns.holds(index) {
+            let allocated = state.buffers.allocate(index);
+            self.tracker.take(MemoryKind::GatherBuffers, allocated, index);
+        }
         // Codes are received in buffers that only the communication thread uses.
         let has_codes = gathers.iter().any(|gather| gather.codes.is_some());
-        let work = if self.reads_peers(&group) && !has_codes {
+        let work = if in_place {
+            gathers.iter().for_each(AllGather::count_sent);
+            DeviceWork::Issued(Ok(()))
+        } else if self.reads_peers(state, &group) && !has_codes {
             self.gather_from_peers(state, index, gathers)?;
             DeviceWork::Issued(Ok(()))
         } else {

@@ -1,0 +1,79 @@
+//! The way of new shards to the common buffers of their units, where ranks are threads that share them.
+
+use std::collections::HashMap;
+
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::Tensor;
+
+use crate::module::opaque::visit_leaf;
+use crate::module::{ParamIndex, ParamVisitor, Sharded};
+use crate::runtime::schedule::ErasedSchedule;
+
+/// Returns the module with its shards in the common buffers of their units, as far as that is possible
+/// (`ScheduleShards::placed`).
+pub(crate) fn place_shards<M: Module>(schedule: &dyn ErasedSchedule, module: M) -> M {
+    match schedule.places_shards() {
+        true => {
+            let mut place = PlaceShards::new(schedule, &module);
+            module.map(&mut place)
+        }
+        false => module,
+    }
+}
+
+/// Returns a parameter with its shard in the common buffer of its unit, if that is possible.
+pub(crate) fn placed<const D: usize>(
+    schedule: &dyn ErasedSchedule,
+    index: ParamIndex,
+    param: Param<Tensor<D>>,
+) -> Param<Tensor<D>> {
+    let (id, base, mapper) = param.consume();
+    let base = match schedule.placed(index, base.clone().into_dispatch()) {
+        Some(placed) => Tensor::from_dispatch(placed).set_require_grad(base.is_require_grad()),
+        None => base,
+    };
+    Param::from_mapped_value(id, base, mapper)
+}
+
+/// The visitor that lists the sharded parameters. One that is tied to another has the other's id, and
+/// comes later.
+struct FindSharded<'a> {
+    schedule: &'a dyn ErasedSchedule,
+    found: HashMap<ParamId, ParamIndex>,
+}
+
+impl ParamVisitor for FindSharded<'_> {
+    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(index) = Sharded::of(param).map(|sharded| sharded.index) else { return };
+        if self.schedule.spec(index).is_sharded() {
+            self.found.insert(param.id, index);
+        }
+    }
+}
+
+/// The mapper behind [`place_shards`].
+pub(crate) struct PlaceShards<'a> {
+    schedule: &'a dyn ErasedSchedule,
+    /// The sharded parameters that were not reached yet.
+    found: HashMap<ParamId, ParamIndex>,
+}
+
+impl<'a> PlaceShards<'a> {
+    /// Returns the mapper for a module.
+    pub(crate) fn new<M: Module>(schedule: &'a dyn ErasedSchedule, module: &M) -> Self {
+        let mut find = FindSharded { schedule, found: HashMap::new() };
+        if schedule.places_shards() {
+            visit_leaf(module, &mut find);
+        }
+        Self { schedule, found: find.found }
+    }
+}
+
+impl ModuleMapper for PlaceShards<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.found.remove(&param.id) {
+            Some(index) => placed(self.schedule, index, param),
+            None => param,
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Common buffers: gather buffers in which the shards of all ranks of a shard group lie, where the
+//! ranks are threads of one process on Flex.
+//!
+//! A unit with common buffers is gathered without a copy, and reshards without one. The ranks
+//! exchange references to their shards once in a pass ([`exchange_shards`](super::exchange_shards)), and
+//! each checks that all shards lie in the common buffers. If one does not, the unit is gathered in this
+//! pass as units without common buffers are.
+//!
+//! # Note: who writes a common buffer
+//!
+//! Each shard is a tensor of its own over its part of the buffer, and no other tensor is stored there.
+//! An optimizer writes it in place if nothing else refers to it. The other ranks refer to it from the
+//! exchange of a pass until all of them have ended the pass. So no rank reads a part that its owner
+//! writes.
+
+use std::sync::Arc;
+
+use burn::tensor::DispatchTensor;
+
+use super::buffers::BuffersOfUnits;
+use super::core::Schedule;
+use super::state::State;
+use super::unit_call::UnitCall;
+use crate::backend::gather_buffer::GatherBuffer;
+use crate::backend::{ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, numel};
+use crate::collectives::Op;
+use crate::collectives::comm::Communicator;
+use crate::collectives::group::AnyProcessGroup;
+use crate::error::Error;
+use crate::module::ParamIndex;
+use crate::param_group::{Placement, Unit};
+
+/// Creates the common buffers of `units` and shares them among the ranks of the shard group. Units that
+/// can have none get none. Every rank calls it.
+pub(crate) fn common_buffers<B: ShardBackend>(
+    comm: &Communicator,
+    shard: &Arc<AnyProcessGroup>,
+    device: &B::Device,
+    units: &[Unit],
+) -> Result<BuffersOfUnits<B>, Error> {
+    let none = vec![None; units.len()];
+    let is_possible = B::PLACES && shard.shares_memory() && shard.size() > 1;
+    if !is_possible || !units.iter().any(Unit::is_stored_as_gathered) {
+        return Ok(none);
+    }
+    let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
+    let of_unit = |unit: &Unit| {
+        let has_common = unit.is_stored_as_gathered();
+        has_common.then(|| unit.buffers().into_iter().map(new).collect())
+    };
+    let is_first = shard.members().first() == Some(&shard.rank());
+    let mine: Option<BuffersOfUnits<B>> = is_first.then(|| units.iter().map(of_unit).collect());
+    let (op, device) = (Op::new("broadcast", "the common buffers"), device.clone());
+    let share = move |group: &AnyProcessGroup| group.exchange_on_device::<B, _>(&op, &device, mine);
+    let ranks = comm.issue_on(shard, share).wait()?;
+    Ok(ranks[0].0.clone().unwrap_or(none))
+}
+
+/// Shards in common buffers.
+pub(crate) trait ScheduleShards {
+    /// Returns whether shards are to be moved to common buffers.
+    fn places_shards(&self) -> bool;
+    /// Moves the shard of a parameter to the common buffer of its unit, and returns it as it is stored
+    /// there, without an autodiff node. Returns `None` if it is there already or cannot be moved: it has no such place, or
+    /// something refers to an earlier shard in that place.
+    fn placed(&self, index: ParamIndex, shard: DispatchTensor) -> Option<DispatchTensor>;
+}
+
+impl<B: ModelBackend> ScheduleShards for Schedule<B> {
+    fn places_shards(&self) -> bool {
+        self.lock().buffers.has_common()
+    }
+
+    fn placed(&self, index: ParamIndex, shard: DispatchTensor) -> Option<DispatchTensor> {
+        let (unit, spec) = self.param(index);
+        let Placement::Shard(range) = &spec.placement else { return None };
+        let buffers = self.lock().buffers.common()[index.unit].clone()?;
+        let (StoredTensor::Device(shard), _, context) =
+            StoredTensor::<B>::from_dispatch(shard, StorageDevice::Device)?
+        else {
+            return None;
+        };
+        let shard = B::lower(vec![shard]).pop()?;
+        // A parameter that is yet to be loaded has a placeholder.
+        if range.is_empty() || numel::<Raw<B>>(&shard) != range.len() {
+            return None;
+        }
+        let (flat, start) = unit.gathered_at(index.param);
+        let placed = buffers[flat].place(start + range.start, &shard)?;
+        Some(StoredTensor::<B>::Device(B::raise(placed)).with_context(context))
+    }
+}
+
+impl<B: ModelBackend> Schedule<B> {
+    /// Gathers a unit in its common buffers, and returns whether it is gathered. Exchanges the shards
+    /// if this is the first all-gather of a pass.
+    pub(super) fn gather_in_place(
+        &self,
+        state: &mut State<B>,
+        index: usize,
+    ) -> Result<bool, Error> {
+        if state.buffers.common()[index].is_none() || state.buffers.turns.holds(index) {
+            return Ok(false);
+        }
+        self.read_peers(state, index)?;
+        let (Some(peers), Some(buffers)) = (&state.peers, &state.buffers.common()[index]) else {
+            return Ok(false);
+        };
+        // A graph has views of the other buffers, which its backward gathers again.
+        let is_viewed =
+            |call: &UnitCall<B>| call.unit == index && call.views_ring && call.has_graph();
+        let mut ranges = buffers.iter().enumerate();
+        let in_place = !state.calls.values().any(is_viewed)
+            && ranges.all(|(range, buffer)| buffer.stores(&peers.of_range(index, range)));
+        state.buffers.set_in_place(index, in_place);
+        Ok(in_place)
+    }
+}
