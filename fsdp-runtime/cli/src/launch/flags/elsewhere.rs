@@ -57,8 +57,8 @@ pub(super) const NOTED: &[Group] = &[
         off: &[],
     },
     Group {
-        because: "context parallel ranks always gather keys and values",
-        values: &["parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy"],
+        because: "context parallel attention is that of this crate",
+        values: &["parallelism_config_cp_backend"],
         switches: &[],
         off: &[],
     },
