@@ -218,6 +218,8 @@ impl ModuleMapper for ReplaceValues<'_, '_> {
         self.loaded.push(index);
         drop(base);
         let base = Tensor::from_data(data, (&device, dtype)).set_require_grad(tracked);
-        placed(self.schedule, index, Param::from_mapped_value(id, base, mapper))
+        let param = Param::from_mapped_value(id, base, mapper);
+        // An ignored parameter has no unit.
+        if spec.is_sharded() { placed(self.schedule, index, param) } else { param }
     }
 }
