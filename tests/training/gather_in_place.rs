@@ -77,7 +77,9 @@ fn units_that_stay_gathered_have_the_same_bits() {
         let of = |in_place| {
             with(&run(4, in_place), |it| it.with_reshard_after_forward(reshard)).launch()
         };
-        of(true).assert_bitwise(&of(false));
+        let outcome = of(true);
+        outcome.assert_bitwise(&of(false));
+        assert_eq!(outcome.gather_buffer_bytes, 0, "{reshard:?}");
     }
     let of = |in_place| {
         script(
@@ -163,6 +165,34 @@ fn the_graph_of_a_gathered_forward_is_gathered_in_backward() {
     assert_eq!(of(true), of(false));
 }
 
+/// The parameters change between a forward and its backward, once to shards elsewhere and once to shards
+/// that are in place again.
+#[test]
+fn a_graph_has_the_values_of_its_forward() {
+    let of = |late: Script| script(true, |options| options, late);
+    let early = of(|it| {
+        it.train(0)?;
+        let (first, second) = (it.gradients(it.loss(1))?, it.gradients(it.loss(2))?);
+        it.step(first);
+        let third = it.gradients(it.loss(3))?;
+        it.step(third);
+        it.step(second);
+        it.train(4)
+    });
+    let late = of(|it| {
+        it.train(0)?;
+        let first = it.gradients(it.loss(1))?;
+        let second = it.loss(2);
+        it.step(first);
+        let third = it.gradients(it.loss(3))?;
+        it.step(third);
+        let second = it.gradients(second)?;
+        it.step(second);
+        it.train(4)
+    });
+    assert_eq!(late, early);
+}
+
 /// A forward without a backward refers to the shards of other ranks until the next pass.
 #[test]
 fn a_step_after_an_evaluation_changes_no_value_that_others_read() {
@@ -225,6 +255,10 @@ impl Training {
         loss(self.net().forward(tokens), labels)
     }
 
+    fn gradients(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
+        self.net().backward(loss)
+    }
+
     fn step(&mut self, gradients: GradientsParams) {
         let net = self.net.take().expect("the model is there between steps");
         self.net = Some(self.optimizer.step(1e-2, net, gradients));
@@ -242,7 +276,7 @@ fn script(in_place: bool, options: fn(FsdpOptions) -> FsdpOptions, script: Scrip
     of_rank_0(WORLD, move |worker| {
         let device = worker.device().clone();
         let options = options(FsdpOptions::new().with_seed(7).with_gather_in_place(in_place));
-        let net = fully_shard(Net::new(3, 0.1, &device), worker, options)?;
+        let net = fully_shard(Net::new(3, 0.0, &device), worker, options)?;
         let optimizer = optim::AdamWConfig::new().init();
         let rank = worker.rank().index();
         let mut training = Training { net: Some(net), optimizer, rank, device, in_place };

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, Weak};
 
 use burn::tensor::DType;
@@ -27,8 +28,8 @@ struct Block {
 
 // SAFETY: the block is plain memory. The schedule guarantees that accesses do not race. One thread
 // writes the block between a unit's reshard and the end of the next all-gather. Views are read only
-// between that end and the next reshard (see the note of `ShardBackend`). A shard that lies in the
-// block is written by its owner between two passes.
+// between that end and the next reshard (see the note of `ShardBackend`). A block in which shards lie
+// is written through these alone, while no rank reads them (see the note of `schedule::common`).
 unsafe impl Send for Block {}
 // SAFETY: as for `Send`. The methods that write take `&self`, since views share the block.
 unsafe impl Sync for Block {}
@@ -50,11 +51,9 @@ impl Block {
     /// Copies `source` to the bytes from `at` on.
     fn write(&self, at: usize, source: &[u8]) {
         assert!(at + source.len() <= self.bytes, "a write must stay within its gather buffer");
-        // SAFETY: the range is within the block, `source` is other memory, and no view of the block
-        // is read while the schedule writes it.
-        unsafe {
-            self.start.add(at).copy_from_nonoverlapping(NonNull::from(source).cast(), source.len())
-        }
+        // SAFETY: the range is within the block, and no view of that range is read while the schedule
+        // writes it.
+        unsafe { self.start.add(at).copy_from(NonNull::from(source).cast(), source.len()) }
     }
 }
 
@@ -116,9 +115,9 @@ impl AllocationController for Place {
         &mut self,
         _: AccessPolicy,
     ) -> Result<&mut [MaybeUninit<u8>], AccessError> {
-        // SAFETY: the range is within the block (checked in `Memory::place`), and `_taken` makes this
-        // the only storage of the range that Burn may write. Other ranks read the range only while
-        // they refer to this storage, and then Burn copies it before a mutation.
+        // SAFETY: the range is within the block (checked in `Block::write` by `Memory::place`), and
+        // `_taken` makes this the only storage of the range that Burn may write. Other ranks read the
+        // range only while they refer to this storage, and then Burn copies it before a mutation.
         Ok(unsafe {
             let start = self.block.start.add(self.range.start).cast();
             std::slice::from_raw_parts_mut(start.as_ptr(), self.range.len())
@@ -196,6 +195,8 @@ impl Memory {
         if taken.get(&at).is_some_and(|taken| taken.strong_count() > 0) {
             return None;
         }
+        // The reads of the thread that dropped the last reference come before this write.
+        fence(Ordering::Acquire);
         self.block.write(at, source);
         let mark = Arc::new(());
         taken.insert(at, Arc::downgrade(&mark));

@@ -13,7 +13,7 @@ use fsdp_kernels::batched_steps;
 use super::gradient_hook::GradientHook;
 use super::ignored_gradients::IgnoredGradients;
 use super::optimizer_check::{OptimizerCheck, is_of_optimizers};
-use super::place_shards::place_shards;
+use super::place_shards::{PlaceEach, place_shards};
 use super::step_in_f32::StepInF32;
 #[cfg(feature = "train")]
 use crate::error::LearnerError;
@@ -187,9 +187,13 @@ impl<M: Module> Module for Fsdp<M> {
             batched_steps::scope(|| match is_of_optimizers::<T>() {
                 true => {
                     let mut mapper = StepInF32::new(mapper, &*schedule, &states, &module, false);
+                    let mut mapper = PlaceEach::new(&mut mapper, &*schedule, &module);
                     module.map(&mut mapper)
                 }
-                false => module.map(mapper),
+                false => {
+                    let mut mapper = PlaceEach::new(mapper, &*schedule, &module);
+                    module.map(&mut mapper)
+                }
             })
         };
         let mapped = self.map_module(|module| {

@@ -44,7 +44,9 @@ impl<M> Stats<'_, M> {
         stored.map(|(shards, replicated)| shards + replicated).sum()
     }
 
-    /// Returns the largest number of bytes of gathered parameters that this rank held at once.
+    /// Returns the largest number of bytes of gathered parameters that this rank held at once. Parameters
+    /// that are gathered in place
+    /// ([`with_gather_in_place`](crate::options::FsdpOptions::with_gather_in_place)) count like others.
     ///
     /// It is 0 where nothing is gathered: under `NO_SHARD`, and on CubeCL devices for f32
     /// parameters that are not divided among several ranks.
@@ -52,7 +54,9 @@ impl<M> Stats<'_, M> {
         self.model.schedule.peak_unsharded_bytes()
     }
 
-    /// Returns the bytes of the gather buffers, which are allocated once.
+    /// Returns the bytes of the gather buffers, which are allocated once. Those of units that are gathered in
+    /// place ([`with_gather_in_place`](crate::options::FsdpOptions::with_gather_in_place)) are allocated, and
+    /// counted, when such a unit first has to be copied.
     pub fn gather_buffer_bytes(&self) -> usize {
         self.model.schedule.gather_buffer_bytes()
     }

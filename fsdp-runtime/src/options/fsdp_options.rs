@@ -198,13 +198,16 @@ impl FsdpOptions {
     /// in release builds.
     ///
     /// The shards of all ranks then lie side by side, as a gather buffer would have them, and each rank
-    /// reads the parameters of a unit there. No rank has gather buffers, and nothing is copied. This holds
-    /// for units that are stored in the dtype that computes, and without an offload policy; other units
-    /// and devices are gathered. An optimizer that cannot update a shard in place, because a clone of the
-    /// model refers to it, makes the next pass gather the unit.
+    /// reads the parameters of a unit there, without a gather buffer and without a copy. This holds for units
+    /// that are stored in the dtype that computes, and without an offload policy; other units and devices
+    /// are gathered. A new shard goes back to that memory unless something refers to the one before: a
+    /// clone of the model, the graph of an earlier forward, or an average of weights. Passes copy the unit to
+    /// gather buffers as long as the shard of some rank lies elsewhere.
     ///
     /// In debug builds a resharded unit has the value NaN, so that a parameter that is read outside of its
-    /// unit's forward and backward shows. Losses are equal either way.
+    /// unit's forward and backward shows. Losses are equal either way. A backward whose parameters have
+    /// changed since its forward uses the values of the forward here; a unit that is gathered again has
+    /// the new ones.
     pub const fn with_gather_in_place(mut self, in_place: bool) -> Self {
         self.gather_in_place = Some(in_place);
         self

@@ -238,15 +238,15 @@ impl<B: ModelBackend> Schedule<B> {
                 }
             }
         }
+        state.calls.retain(|_, call| call.has_graph());
         // This comes after all reductions, so that the rank blocks once.
         if let Some(end) = self.end_reads_of_peers(state) {
             end.wait()?;
         }
         self.collect_reductions(state, 0)?;
-        state.calls.retain(|_, call| call.has_graph());
         self.end_unused_holds(state);
         for unit in 0..self.units.len() {
-            // What is gathered in place changes with the optimizer's step.
+            // The references to what is gathered in place have been dropped.
             let stays = self.stays_after_backward(state, unit)
                 && !state.buffers.is_in_place(unit)
                 && matches!(state.units[unit].shard_state, ShardState::Unsharded);

@@ -53,11 +53,15 @@ impl<B: ShardBackend> GatherBuffers<B> {
         let buffers = plan.buffers.into_iter();
         let buffers: Vec<_> =
             buffers.map(|it| if has_common { later(it) } else { new(it) }).collect();
-        let parts = |(unit, control): (&Unit, &UnitControl)| match control.reshard {
-            ReshardAfterForward::To(size) => unit.parts(size).into_iter().map(new).collect(),
-            _ => Vec::new(),
+        let parts = |((unit, control), common): ((&Unit, &UnitControl), &Option<_>)| {
+            let parts = match control.reshard {
+                ReshardAfterForward::To(size) => unit.parts(size),
+                _ => Vec::new(),
+            };
+            let parts = parts.into_iter();
+            parts.map(|it| if common.is_some() { later(it) } else { new(it) }).collect()
         };
-        let kept_parts = units.iter().zip(controls).map(parts).collect();
+        let kept_parts = units.iter().zip(controls).zip(&common).map(parts).collect();
         let codes = code_buffers(units).into_iter().map(new).collect();
         let turns = BufferTurns::new(buffers.len(), plan.buffers_of);
         let (held, in_place) = (vec![None; units.len()], vec![false; units.len()]);
@@ -161,7 +165,7 @@ impl<B: ShardBackend> GatherBuffers<B> {
     }
 
     /// Returns the size of all buffers and kept parts, in bytes. Common buffers have the shards, which
-    /// are counted as such.
+    /// are counted as such. The places of shards that lie elsewhere for a time are not counted.
     pub(super) fn bytes(&self) -> usize {
         let parts = self.kept_parts.iter().flatten();
         let held = self.held.iter().flatten().flatten();

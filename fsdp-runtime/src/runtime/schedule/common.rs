@@ -9,9 +9,11 @@
 //! # Note: who writes a common buffer
 //!
 //! Each shard is a tensor of its own over its part of the buffer, and no other tensor is stored there.
-//! An optimizer writes it in place if nothing else refers to it. The other ranks refer to it from the
-//! exchange of a pass until all of them have ended the pass. So no rank reads a part that its owner
-//! writes.
+//! An optimizer writes it in place if nothing else refers to it. Each rank refers to the shards of all
+//! others from the exchange of a pass until it has ended the pass, and as long as it has a graph with
+//! views of the buffer. So no rank reads a part that is written, and the graph of a forward has the
+//! values of that forward. All ranks decide alike whether a unit is gathered in place: what they know of
+//! each other is from the exchange.
 
 use std::sync::Arc;
 
@@ -20,7 +22,6 @@ use burn::tensor::DispatchTensor;
 use super::buffers::BuffersOfUnits;
 use super::core::Schedule;
 use super::state::State;
-use super::unit_call::UnitCall;
 use crate::backend::gather_buffer::GatherBuffer;
 use crate::backend::{ModelBackend, Raw, ShardBackend, StorageDevice, StoredTensor, numel};
 use crate::collectives::Op;
@@ -103,14 +104,13 @@ impl<B: ModelBackend> Schedule<B> {
             return Ok(false);
         }
         self.read_peers(state, index)?;
-        let (Some(peers), Some(buffers)) = (&state.peers, &state.buffers.common()[index]) else {
+        let peers = state.peers.as_ref().filter(|peers| peers.has(index));
+        let (Some(peers), Some(buffers)) = (peers, &state.buffers.common()[index]) else {
             return Ok(false);
         };
-        // A graph has views of the other buffers, which its backward gathers again.
-        let is_viewed =
-            |call: &UnitCall<B>| call.unit == index && call.views_ring && call.has_graph();
+        // The backward of a graph with views of the other buffers gathers into these.
         let mut ranges = buffers.iter().enumerate();
-        let in_place = !state.calls.values().any(is_viewed)
+        let in_place = !peers.views_ring(index)
             && ranges.all(|(range, buffer)| buffer.stores(&peers.of_range(index, range)));
         state.buffers.set_in_place(index, in_place);
         Ok(in_place)

@@ -13,7 +13,8 @@ pub struct Counts {
     pub all_gathers: usize,
     /// All-gathers of a single parameter, for a `val()` outside of the forward of its unit.
     pub single_gathers: usize,
-    /// Bytes that this rank has sent in the all-gathers of units.
+    /// Bytes that this rank has given in the all-gathers of units. Ranks that share a device or host memory
+    /// read them where they are.
     pub sent_bytes: usize,
     /// Bytes of full gradients that this rank has given to reductions in its shard group: in the dtypes
     /// of the reduction, or as codes with their scales.

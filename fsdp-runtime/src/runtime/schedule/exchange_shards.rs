@@ -1,4 +1,4 @@
-//! The all-gathers of ranks that share a device.
+//! The all-gathers of ranks that share a device, and of units with common buffers.
 //!
 //! Such ranks read each other's shards where they are. They exchange references to all shards once
 //! in a pass. After that each rank's own thread fills its gather buffers: an all-gather waits for
@@ -13,7 +13,9 @@
 //!   all ranks exchange fences. A rank returns from the pass only after this exchange
 //!   ([`Schedule::end_reads_of_peers`]).
 //! - After a forward pass without a backward pass the references live until the exchange of the
-//!   next pass has ended. A step of an optimizer in between copies the shards.
+//!   next pass has ended, or in host memory until this rank has ended the pass. A step of an
+//!   optimizer in between copies the shards.
+//! - A graph over common buffers keeps the references of its forward until its backward.
 
 use std::sync::Arc;
 
@@ -35,11 +37,16 @@ impl<B: ModelBackend> Schedule<B> {
             && self.settings.groups.shard.shares_device::<Raw<B>>()
     }
 
-    /// Returns whether the all-gathers in `group` are those of shards on a shared device, or of shards
-    /// with common buffers.
-    pub(super) fn reads_peers(&self, state: &State<B>, group: &Arc<AnyProcessGroup>) -> bool {
+    /// Returns whether the all-gathers of a unit in `group` are those of shards on a shared device, or of
+    /// shards that may lie in common buffers.
+    pub(super) fn reads_peers(
+        &self,
+        state: &State<B>,
+        unit: usize,
+        group: &Arc<AnyProcessGroup>,
+    ) -> bool {
         let shard_group = &self.settings.groups.shard;
-        let shares = self.shares_device() || state.buffers.has_common();
+        let shares = self.shares_device() || state.buffers.common()[unit].is_some();
         Arc::ptr_eq(group, shard_group) && group.size() > 1 && shares
     }
 
@@ -89,7 +96,7 @@ impl<B: ModelBackend> Schedule<B> {
             drop(earlier);
             Ok(ranks)
         });
-        state.peers = Some(PeerShards { ranks: ranks.wait()?, stale: false });
+        state.peers = Some(PeerShards { ranks: Arc::new(ranks.wait()?), stale: false });
         Ok(())
     }
 
@@ -115,7 +122,14 @@ impl<B: ModelBackend> Schedule<B> {
             }
             Some(ranges)
         };
-        (0..self.units.len()).map(of_unit).collect()
+        let views_ring = |unit: usize| {
+            let mut calls = state.calls.values().filter(|call| call.unit == unit);
+            calls.any(|call| call.views_ring && call.has_graph())
+        };
+        Given {
+            shards: (0..self.units.len()).map(of_unit).collect(),
+            views_ring: (0..self.units.len()).map(views_ring).collect(),
+        }
     }
 
     /// Drops the references to the shards of other ranks, and issues the exchange of fences after

@@ -52,12 +52,13 @@ impl<B: ModelBackend> Schedule<B> {
         {
             call.reads_frozen |= unit.gathers && context.is_some();
         }
-        let in_place = state.buffers.is_in_place(index.unit);
-        if !in_place
-            && state.buffers.common()[index.unit].is_some()
+        if state.buffers.common()[index.unit].is_some()
             && let Some(call) = call.and_then(|call| state.calls.get_mut(&call))
         {
-            call.views_ring = true;
+            match (state.buffers.is_in_place(index.unit), &state.peers) {
+                (true, Some(peers)) => call.peers = Some(peers.ranks.clone()),
+                _ => call.views_ring = true,
+            }
         }
         // Outside of any forward, a parameter has the dtype that the optimizer uses.
         let in_forward = state.open_forwards > 0;

@@ -6,7 +6,7 @@ use super::core::Schedule;
 use super::counters::count;
 use super::state::State;
 use super::unit_state::ShardState;
-use crate::backend::ModelBackend;
+use crate::backend::{ModelBackend, Raw, ShardBackend};
 use crate::error::Error;
 use crate::param_group::Placement;
 use crate::param_group::memory::MemoryKind;
@@ -70,6 +70,8 @@ impl<B: ModelBackend> Schedule<B> {
         if parts.is_empty() || stays {
             return;
         }
+        let allocated = parts.iter().map(|part| part.allocate()).sum();
+        self.tracker.take(MemoryKind::GatherBuffers, allocated, index);
         let ranges =
             parts.iter().zip(state.buffers.of(index)).zip(self.units[index].code_buffers());
         // The all-gather has kept its part of the codes.
@@ -98,6 +100,8 @@ impl<B: ModelBackend> Schedule<B> {
                 self.evict(state, unit)?;
             }
         }
+        // In host memory this rank's reads have run, and so its references may end.
+        state.peers.take_if(|_| Raw::<B>::IN_HOST_MEMORY);
         self.forget_shards(state);
         Ok(())
     }

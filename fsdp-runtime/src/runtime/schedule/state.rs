@@ -31,7 +31,8 @@ pub(super) struct State<B: ModelBackend> {
     /// Mark of the operations that wrote the shards, from the first all-gather of a pass until the
     /// module's parameters may change.
     pub(super) shards_written: Option<<Raw<B> as ShardBackend>::Fence>,
-    /// Shards of the ranks that share this rank's device, from the first all-gather of a pass on.
+    /// Shards of the ranks that share this rank's device, or common buffers with it, from the first
+    /// all-gather of a pass on.
     pub(super) peers: Option<PeerShards<Raw<B>>>,
     /// Calls whose forward runs, or whose gradients have not been reduced yet.
     pub(super) calls: BTreeMap<CallId, UnitCall<B>>,

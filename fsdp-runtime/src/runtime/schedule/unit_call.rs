@@ -3,8 +3,9 @@
 use std::sync::{Arc, Weak};
 
 use super::super::recompute::{SavedCall, SavedInput};
+use super::peer_shards::GivenByAll;
 use super::unit_state::none;
-use crate::backend::{Float, ModelBackend, StoredLeaf, Tracked};
+use crate::backend::{Float, ModelBackend, Raw, StoredLeaf, Tracked};
 use crate::module::{CallId, ParamIndex};
 
 /// One forward of a unit, until the gradients are reduced.
@@ -32,6 +33,8 @@ pub(super) struct UnitCall<B: ModelBackend> {
     /// Whether the call read a parameter of a unit with common buffers in the buffers that units take
     /// in turn.
     pub(super) views_ring: bool,
+    /// The shards behind the common buffers of which the call has views.
+    pub(super) peers: Option<GivenByAll<Raw<B>>>,
     /// Tells whether the graph of the call exists: the operations of the graph hold the value.
     pub(super) alive: Weak<()>,
     /// The value behind `alive`, which the call holds itself until the forward ends.
@@ -60,6 +63,7 @@ impl<B: ModelBackend> UnitCall<B> {
             tracked: false,
             reads_frozen: false,
             views_ring: false,
+            peers: None,
             alive: Arc::downgrade(&open),
             open: Some(open),
             part_of: None,

@@ -203,7 +203,7 @@ impl<B: ModelBackend> Schedule<B> {
         let work = if in_place {
             gathers.iter().for_each(AllGather::count_sent);
             DeviceWork::Issued(Ok(()))
-        } else if self.reads_peers(state, &group) && !has_codes {
+        } else if self.reads_peers(state, index, &group) && !has_codes {
             self.gather_from_peers(state, index, gathers)?;
             DeviceWork::Issued(Ok(()))
         } else {
