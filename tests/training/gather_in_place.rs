@@ -4,7 +4,7 @@ use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, FloatDType, Tensor};
 use fsdp_runtime::optim;
 use fsdp_runtime::prelude::*;
-use fsdp_runtime::state::FullState;
+use fsdp_runtime::state::{FullState, StateDictOptions};
 
 use crate::support::checkpoint::{Part, resumed};
 use crate::support::{Net, Run, batch, loss, of_rank_0};
@@ -213,6 +213,31 @@ fn a_step_after_an_evaluation_changes_no_value_that_others_read() {
     assert_eq!(of(true), of(false));
 }
 
+/// The load waits until all ranks have ended the evaluation, and so finds the places of shards free.
+#[test]
+fn a_model_that_is_evaluated_and_loaded_in_turns_stays_in_place() {
+    let of = |in_place| {
+        script(
+            in_place,
+            |options| options,
+            |it| {
+                it.train(0)?;
+                let saved = it.net().state().sharded();
+                it.train(1)?;
+                for _ in 0..3 {
+                    it.evaluate(2);
+                    let net = it.net.as_mut().expect("the model is there between steps");
+                    net.state_mut().load_sharded_with(&saved, &StateDictOptions::new())?;
+                    it.evaluate(3);
+                }
+                assert_eq!(it.net().stats().gather_buffer_bytes() == 0, it.in_place);
+                Ok(())
+            },
+        )
+    };
+    assert_eq!(of(true), of(false));
+}
+
 #[test]
 fn a_guard_has_buffers_of_its_own() {
     let of = |in_place| {
@@ -253,6 +278,13 @@ impl Training {
         let rows = 4 * self.rank..4 * (self.rank + 1);
         let (tokens, labels) = batch(number, rows, &self.device);
         loss(self.net().forward(tokens), labels)
+    }
+
+    /// Runs a forward without a graph.
+    fn evaluate(&self, number: usize) {
+        let rows = 4 * self.rank..4 * (self.rank + 1);
+        let (tokens, labels) = batch(number, rows, &self.device.clone().inner());
+        drop(loss(self.net().valid().forward(tokens), labels));
     }
 
     fn gradients(&self, loss: Tensor<1>) -> Result<GradientsParams, Error> {
