@@ -19,7 +19,9 @@ pub struct MemoryForecast {
     pub shards: usize,
     /// Replicated parameters, or their device copies if they are stored on the host.
     pub replicated: usize,
-    /// Gather buffers, and copies of shards that are cast or moved to the device for an all-gather.
+    /// Gather buffers, and copies of shards that are cast or moved to the device for an all-gather. Ranks that
+    /// are threads on Flex and gather in place
+    /// ([`with_gather_in_place`](crate::options::FsdpOptions::with_gather_in_place)) need less.
     pub gathered: usize,
     /// Gradients, at the moment of a backward pass when they take the most.
     pub gradients: usize,

@@ -62,8 +62,8 @@ pub(crate) trait ScheduleShards {
     /// Returns whether shards are to be moved to common buffers.
     fn places_shards(&self) -> bool;
     /// Moves the shard of a parameter to the common buffer of its unit, and returns it as it is stored
-    /// there, without an autodiff node. Returns `None` if it is there already or cannot be moved: it has no such place, or
-    /// something refers to an earlier shard in that place.
+    /// there, without an autodiff node. Returns `None` if it is there already, if the unit has no common
+    /// buffer, or if something refers to an earlier shard in that place.
     fn placed(&self, index: ParamIndex, shard: DispatchTensor) -> Option<DispatchTensor>;
 }
 
