@@ -57,6 +57,11 @@ impl Run {
         }
     }
 
+    /// Returns this run with the options that `change` makes of its own.
+    pub fn with_options(&self, change: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Self {
+        Self { options: change(self.options.clone()), ..self.clone() }
+    }
+
     pub fn with_strategy(mut self, strategy: ShardingStrategy) -> Self {
         self.options = self.options.with_strategy(strategy);
         self

@@ -21,10 +21,6 @@ fn run(world: usize, strategy: ShardingStrategy) -> Run {
     Run { dropout: 0.1, clip: Some(CLIP), ..Run::new(world) }.with_strategy(strategy)
 }
 
-fn with(run: &Run, options: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Run {
-    Run { options: options(run.options.clone()), ..run.clone() }
-}
-
 #[test]
 fn checkpointing_changes_no_bit_under_any_strategy() {
     let cases = [
@@ -36,10 +32,12 @@ fn checkpointing_changes_no_bit_under_any_strategy() {
     ];
     for (strategy, worlds) in cases {
         for world in worlds {
-            let run =
-                with(&run(world, strategy), |options| options.with_shard_size(world.div_ceil(2)));
+            let run = Run::with_options(&run(world, strategy), |options| {
+                options.with_shard_size(world.div_ceil(2))
+            });
             let plain = run.launch();
-            let all = with(&run, |options| options.with_activation_checkpointing(ALL)).launch();
+            let all = Run::with_options(&run, |options| options.with_activation_checkpointing(ALL))
+                .launch();
             all.assert_bitwise(&plain);
             assert_eq!(all.counts, plain.counts, "{strategy} on {world} ranks");
             assert_clipped(&plain, CLIP);
@@ -62,9 +60,10 @@ fn checkpointing_under_schedule_options_changes_no_bit_and_no_count() {
     ];
     let expected = run.launch();
     for variant in variants {
-        let plain = with(&run, variant).launch();
+        let plain = Run::with_options(&run, variant).launch();
         let all =
-            with(&run, |options| variant(options).with_activation_checkpointing(ALL)).launch();
+            Run::with_options(&run, |options| variant(options).with_activation_checkpointing(ALL))
+                .launch();
         all.assert_bitwise(&expected);
         assert_eq!(all.counts, plain.counts);
     }
@@ -72,10 +71,11 @@ fn checkpointing_under_schedule_options_changes_no_bit_and_no_count() {
 
 #[test]
 fn a_recompute_uses_the_part_that_reshard_after_forward_keeps() {
-    let run = with(&run(4, ShardingStrategy::FullShard), |options| {
+    let run = Run::with_options(&run(4, ShardingStrategy::FullShard), |options| {
         options.with_reshard_after_forward(ReshardAfterForward::To(2))
     });
-    let all = with(&run, |options| options.with_activation_checkpointing(ALL)).launch();
+    let all =
+        Run::with_options(&run, |options| options.with_activation_checkpointing(ALL)).launch();
     let plain = run.launch();
     all.assert_bitwise(&plain);
     assert_eq!(all.counts, plain.counts);

@@ -1,7 +1,7 @@
 //! Ranks whose shards lie in one memory have the losses, norms and parameters of ranks that gather.
 
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use fsdp_runtime::optim;
 use fsdp_runtime::prelude::*;
 use fsdp_runtime::state::{FullState, StateDictOptions};
@@ -16,10 +16,6 @@ fn run(world: usize, in_place: bool) -> Run {
     Run { options: run.options.clone().with_gather_in_place(in_place), ..run }
 }
 
-fn with(run: &Run, options: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Run {
-    Run { options: options(run.options.clone()), ..run.clone() }
-}
-
 #[test]
 fn every_strategy_has_the_same_bits_without_gather_buffers() {
     let hybrid = [ShardingStrategy::HybridShard, ShardingStrategy::HybridShardZero2];
@@ -29,8 +25,12 @@ fn every_strategy_has_the_same_bits_without_gather_buffers() {
     {
         let of = |in_place| {
             let run = run(4, in_place).with_strategy(strategy);
-            if shard_size == 4 { run } else { with(&run, |it| it.with_shard_size(shard_size)) }
-                .launch()
+            if shard_size == 4 {
+                run
+            } else {
+                Run::with_options(&run, |it| it.with_shard_size(shard_size))
+            }
+            .launch()
         };
         let (expected, outcome) = (of(false), of(true));
         outcome.assert_bitwise(&expected);
@@ -56,7 +56,9 @@ fn shards_stay_in_place_under_both_kinds_of_optimizers() {
 #[test]
 fn units_that_are_stored_in_another_dtype_are_gathered() {
     let policy = MixedPrecisionPolicy::new().with_param_dtype(FloatDType::BF16);
-    let of = |in_place| with(&run(2, in_place), |it| it.with_mixed_precision(policy)).launch();
+    let of = |in_place| {
+        Run::with_options(&run(2, in_place), |it| it.with_mixed_precision(policy)).launch()
+    };
     let outcome = of(true);
     outcome.assert_bitwise(&of(false));
     assert!(outcome.gather_buffer_bytes > 0);
@@ -64,7 +66,7 @@ fn units_that_are_stored_in_another_dtype_are_gathered() {
     let stored = StoragePolicy::new().with_trained(StorageType::Bf16);
     let of = |in_place| {
         let bf16 = |it: FsdpOptions| it.with_mixed_precision(policy).with_storage(stored);
-        with(&run(2, in_place), bf16).launch()
+        Run::with_options(&run(2, in_place), bf16).launch()
     };
     let outcome = of(true);
     outcome.assert_bitwise(&of(false));
@@ -75,28 +77,25 @@ fn units_that_are_stored_in_another_dtype_are_gathered() {
 fn units_that_stay_gathered_have_the_same_bits() {
     for reshard in [ReshardAfterForward::Never, ReshardAfterForward::To(2)] {
         let of = |in_place| {
-            with(&run(4, in_place), |it| it.with_reshard_after_forward(reshard)).launch()
+            Run::with_options(&run(4, in_place), |it| it.with_reshard_after_forward(reshard))
+                .launch()
         };
         let outcome = of(true);
         outcome.assert_bitwise(&of(false));
         assert_eq!(outcome.gather_buffer_bytes, 0, "{reshard:?}");
     }
-    let of = |in_place| {
-        script(
-            in_place,
-            |options| options.with_reshard_after_backward(false),
-            |it| {
-                for step in 0..3 {
-                    for part in 0..3 {
-                        it.net().accumulate(it.loss(4 * step + part))?;
-                    }
-                    it.train(4 * step + 3)?;
+    assert_same_bits(
+        |options| options.with_reshard_after_backward(false),
+        |it| {
+            for step in 0..3 {
+                for part in 0..3 {
+                    it.net().accumulate(it.loss(4 * step + part))?;
                 }
-                Ok(())
-            },
-        )
-    };
-    assert_eq!(of(true), of(false));
+                it.train(4 * step + 3)?;
+            }
+            Ok(())
+        },
+    );
 }
 
 #[test]
@@ -114,62 +113,51 @@ fn a_loaded_model_is_in_place_and_has_the_same_bits() {
 /// A clone of the model keeps its values, and the model is gathered until the clone is gone.
 #[test]
 fn a_clone_keeps_its_values_while_the_model_trains() {
-    let of = |in_place| {
-        script(
-            in_place,
-            |options| options,
-            |it| {
-                it.train(0)?;
-                let clone = it.net().clone();
-                let before = clone.state().full(Recipient::All)?;
-                it.train(1)?;
-                it.train(2)?;
-                assert_eq!(clone.state().full(Recipient::All)?, before);
-                assert_ne!(it.net().state().full(Recipient::All)?, before);
-                if it.in_place {
-                    assert!(
-                        it.net().stats().gather_buffer_bytes() > 0,
-                        "the last step was gathered"
-                    );
-                }
-                drop(clone);
-                (3..5).try_for_each(|step| it.train(step))
-            },
-        )
-    };
-    assert_eq!(of(true), of(false));
+    assert_same_bits(
+        |options| options,
+        |it| {
+            it.train(0)?;
+            let clone = it.net().clone();
+            let before = clone.state().full(Recipient::All)?;
+            it.train(1)?;
+            it.train(2)?;
+            assert_eq!(clone.state().full(Recipient::All)?, before);
+            assert_ne!(it.net().state().full(Recipient::All)?, before);
+            if it.in_place {
+                assert!(it.net().stats().gather_buffer_bytes() > 0, "the last step was gathered");
+            }
+            drop(clone);
+            (3..5).try_for_each(|step| it.train(step))
+        },
+    );
 }
 
 /// The first graph has views of the gather buffers, and the second forward is in place.
 #[test]
 fn the_graph_of_a_gathered_forward_is_gathered_in_backward() {
-    let of = |in_place| {
-        script(
-            in_place,
-            |options| options,
-            |it| {
-                let clone = it.net().clone();
-                it.train(0)?;
-                let gathered = it.loss(1);
-                drop(clone);
-                it.train(2)?;
-                let in_place = it.loss(3);
-                let gradients = it.net().backward(gathered)?;
-                it.step(gradients);
-                let gradients = it.net().backward(in_place)?;
-                it.step(gradients);
-                it.train(4)
-            },
-        )
-    };
-    assert_eq!(of(true), of(false));
+    assert_same_bits(
+        |options| options,
+        |it| {
+            let clone = it.net().clone();
+            it.train(0)?;
+            let gathered = it.loss(1);
+            drop(clone);
+            it.train(2)?;
+            let in_place = it.loss(3);
+            let gradients = it.gradients(gathered)?;
+            it.step(gradients);
+            let gradients = it.gradients(in_place)?;
+            it.step(gradients);
+            it.train(4)
+        },
+    );
 }
 
 /// The parameters change between a forward and its backward, once to shards elsewhere and once to shards
 /// that are in place again.
 #[test]
 fn a_graph_has_the_values_of_its_forward() {
-    let of = |late: Script| script(true, |options| options, late);
+    let of = |script: Script| state_after(true, |options| options, script);
     let early = of(|it| {
         it.train(0)?;
         let (first, second) = (it.gradients(it.loss(1))?, it.gradients(it.loss(2))?);
@@ -196,64 +184,52 @@ fn a_graph_has_the_values_of_its_forward() {
 /// A forward without a backward refers to the shards of other ranks until the next pass.
 #[test]
 fn a_step_after_an_evaluation_changes_no_value_that_others_read() {
-    let of = |in_place| {
-        script(
-            in_place,
-            |options| options,
-            |it| {
-                for step in 0..3 {
-                    let gradients = it.net().backward(it.loss(2 * step))?;
-                    drop(it.loss(2 * step + 1));
-                    it.step(gradients);
-                }
-                Ok(())
-            },
-        )
-    };
-    assert_eq!(of(true), of(false));
+    assert_same_bits(
+        |options| options,
+        |it| {
+            for step in 0..3 {
+                let gradients = it.gradients(it.loss(2 * step))?;
+                drop(it.loss(2 * step + 1));
+                it.step(gradients);
+            }
+            Ok(())
+        },
+    );
 }
 
 /// The load waits until all ranks have ended the evaluation, and so finds the places of shards free.
 #[test]
 fn a_model_that_is_evaluated_and_loaded_in_turns_stays_in_place() {
-    let of = |in_place| {
-        script(
-            in_place,
-            |options| options,
-            |it| {
-                it.train(0)?;
-                let saved = it.net().state().sharded();
-                it.train(1)?;
-                for _ in 0..3 {
-                    it.evaluate(2);
-                    let net = it.net.as_mut().expect("the model is there between steps");
-                    net.state_mut().load_sharded_with(&saved, &StateDictOptions::new())?;
-                    it.evaluate(3);
-                }
-                assert_eq!(it.net().stats().gather_buffer_bytes() == 0, it.in_place);
-                Ok(())
-            },
-        )
-    };
-    assert_eq!(of(true), of(false));
+    assert_same_bits(
+        |options| options,
+        |it| {
+            it.train(0)?;
+            let saved = it.net().state().sharded();
+            it.train(1)?;
+            for _ in 0..3 {
+                it.evaluate(2);
+                let net = it.net.as_mut().expect("the model is there between steps");
+                net.state_mut().load_sharded_with(&saved, &StateDictOptions::new())?;
+                it.evaluate(3);
+            }
+            assert_eq!(it.net().stats().gather_buffer_bytes() == 0, it.in_place);
+            Ok(())
+        },
+    );
 }
 
 #[test]
 fn a_guard_has_buffers_of_its_own() {
-    let of = |in_place| {
-        script(
-            in_place,
-            |options| options,
-            |it| {
-                it.train(0)?;
-                let guard = it.net().unshard()?;
-                drop(it.loss(1));
-                drop(guard);
-                it.train(2)
-            },
-        )
-    };
-    assert_eq!(of(true), of(false));
+    assert_same_bits(
+        |options| options,
+        |it| {
+            it.train(0)?;
+            let guard = it.net().unshard()?;
+            drop(it.loss(1));
+            drop(guard);
+            it.train(2)
+        },
+    );
 }
 
 /// What a test does with a model on each rank.
@@ -274,16 +250,18 @@ impl Training {
         self.net.as_ref().expect("the model is there between steps")
     }
 
+    fn batch(&self, number: usize, device: &Device) -> (Tensor<2, Int>, Tensor<1, Int>) {
+        batch(number, 4 * self.rank..4 * (self.rank + 1), device)
+    }
+
     fn loss(&self, number: usize) -> Tensor<1> {
-        let rows = 4 * self.rank..4 * (self.rank + 1);
-        let (tokens, labels) = batch(number, rows, &self.device);
+        let (tokens, labels) = self.batch(number, &self.device);
         loss(self.net().forward(tokens), labels)
     }
 
     /// Runs a forward without a graph.
     fn evaluate(&self, number: usize) {
-        let rows = 4 * self.rank..4 * (self.rank + 1);
-        let (tokens, labels) = batch(number, rows, &self.device.clone().inner());
+        let (tokens, labels) = self.batch(number, &self.device.clone().inner());
         drop(loss(self.net().valid().forward(tokens), labels));
     }
 
@@ -297,14 +275,18 @@ impl Training {
     }
 
     fn train(&mut self, number: usize) -> Result<(), Error> {
-        let gradients = self.net().backward(self.loss(number))?;
+        let gradients = self.gradients(self.loss(number))?;
         self.step(gradients);
         Ok(())
     }
 }
 
 /// Runs a script on two ranks, with an optimizer that updates shards in place. Returns the parameters.
-fn script(in_place: bool, options: fn(FsdpOptions) -> FsdpOptions, script: Script) -> FullState {
+fn state_after(
+    in_place: bool,
+    options: fn(FsdpOptions) -> FsdpOptions,
+    script: Script,
+) -> FullState {
     of_rank_0(WORLD, move |worker| {
         let device = worker.device().clone();
         let options = options(FsdpOptions::new().with_seed(7).with_gather_in_place(in_place));
@@ -315,4 +297,11 @@ fn script(in_place: bool, options: fn(FsdpOptions) -> FsdpOptions, script: Scrip
         script(&mut training)?;
         training.net().state().full(Recipient::All)
     })
+}
+
+/// Asserts that a script leaves the same parameters whether shards are in one memory or not.
+#[track_caller]
+fn assert_same_bits(options: fn(FsdpOptions) -> FsdpOptions, script: Script) {
+    let of = |in_place| state_after(in_place, options, script);
+    assert_eq!(of(true), of(false));
 }

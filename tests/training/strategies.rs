@@ -10,10 +10,6 @@ fn run(world: usize) -> Run {
     Run { dropout: 0.1, clip: Some(0.5), ..Run::new(world) }
 }
 
-fn with(run: &Run, options: impl FnOnce(FsdpOptions) -> FsdpOptions) -> Run {
-    Run { options: options(run.options.clone()), ..run.clone() }
-}
-
 #[test]
 fn strategies_of_one_group_agree_bit_for_bit() {
     for world in [1, 3, 4] {
@@ -29,7 +25,8 @@ fn strategies_of_one_group_agree_bit_for_bit() {
 fn hybrid_strategies_agree_with_each_other_bit_for_bit_and_with_the_others_up_to_rounding() {
     let full = run(4).launch();
     let hybrid = |strategy, size| {
-        with(&run(4).with_strategy(strategy), |options| options.with_shard_size(size)).launch()
+        Run::with_options(&run(4).with_strategy(strategy), |options| options.with_shard_size(size))
+            .launch()
     };
     for size in [1, 2] {
         let outcome = hybrid(ShardingStrategy::HybridShard, size);
@@ -46,7 +43,8 @@ fn hybrid_strategies_agree_with_each_other_bit_for_bit_and_with_the_others_up_to
 fn a_hybrid_group_holds_twice_the_shards_of_a_world_twice_as_large() {
     let full = run(4).launch();
     let options = |options: FsdpOptions| options.with_shard_size(2);
-    let hybrid = with(&run(4).with_strategy(ShardingStrategy::HybridShard), options).launch();
+    let hybrid =
+        Run::with_options(&run(4).with_strategy(ShardingStrategy::HybridShard), options).launch();
     let whole = run(4).with_strategy(ShardingStrategy::NoShard).launch().sharded_bytes;
     assert!(full.sharded_bytes < hybrid.sharded_bytes && hybrid.sharded_bytes < whole);
 }
@@ -66,7 +64,7 @@ fn resharding_to_a_part_changes_no_bit() {
     let full = run(4).launch();
     let to = |ranks| {
         let reshard = ReshardAfterForward::To(ranks);
-        with(&run(4), |options| options.with_reshard_after_forward(reshard)).launch()
+        Run::with_options(&run(4), |options| options.with_reshard_after_forward(reshard)).launch()
     };
     let part = to(2);
     part.assert_bitwise(&full);
@@ -89,7 +87,7 @@ fn every_prefetch_policy_gives_the_same_bits() {
                         .with_gather_buffers(gather_buffers)
                         .with_forward_prefetch(forward)
                 };
-                let outcome = with(&run(2), options).launch();
+                let outcome = Run::with_options(&run(2), options).launch();
                 outcome.assert_bitwise(&expected);
                 assert_eq!(outcome.counts.mis_prefetches, 0, "{prefetch:?} {gather_buffers}");
             }
@@ -104,14 +102,14 @@ fn units_are_wrapped_by_size() {
     let all = run.launch();
     let sized = |min_num_params| {
         let wrap = WrapPolicy::SizeBased { min_num_params };
-        with(&run, |options| options.with_wrap(wrap)).launch()
+        Run::with_options(&run, |options| options.with_wrap(wrap)).launch()
     };
     let gathers = |units: usize| run.steps * (units * 2 - 2);
     let (small, large, none) = (sized(1), sized(3000), sized(1_000_000));
     assert_eq!(small.counts.all_gathers, gathers(UNITS));
     assert_eq!(large.counts.all_gathers, gathers(UNITS - 1), "the embeddings join the root");
     assert_eq!(none.counts.all_gathers, run.steps, "the root alone");
-    let no_wrap = with(&run, |options| options.with_wrap(WrapPolicy::NoWrap)).launch();
+    let no_wrap = Run::with_options(&run, |options| options.with_wrap(WrapPolicy::NoWrap)).launch();
     assert_eq!(no_wrap.counts, none.counts);
     for outcome in [small, large, none, no_wrap] {
         outcome.assert_bitwise(&all);

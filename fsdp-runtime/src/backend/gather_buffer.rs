@@ -136,9 +136,12 @@ impl<B: ShardBackend> GatherBuffer<B> {
     }
 
     /// Returns whether each tensor is stored in the buffer, from the given offset (in elements) on.
-    pub(crate) fn stores(&self, parts: &[(usize, Float<B>)]) -> bool {
-        let lies_in = |memory, (offset, part): &(usize, _)| B::lies_in(memory, *offset, part);
-        self.memory.get().is_some_and(|memory| parts.iter().all(|part| lies_in(memory, part)))
+    pub(crate) fn stores<'a>(
+        &self,
+        mut parts: impl Iterator<Item = &'a (usize, Float<B>)>,
+    ) -> bool {
+        let memory = self.memory.get();
+        memory.is_some_and(|memory| parts.all(|(offset, part)| B::lies_in(memory, *offset, part)))
     }
 
     /// Moves a tensor into the buffer, from `offset` (in elements) on, and returns it as it is stored

@@ -1,9 +1,10 @@
 //! The sharding of a module, and the sharded model that it returns.
 //!
-//! Imports point one way: optimizer_probe <- optimizer_check; init, ignored_gradients,
+//! Imports point one way: optimizer_probe <- optimizer_check; around_float <- place_shards, step_in_f32; init, ignored_gradients,
 //! gradient_hook, optimizer_check, place_shards, step_in_f32 <- model <- construct, backward, clip, display, stats;
 //! backward <- backward_sum, unshard; unshard <- control.
 
+pub(crate) mod around_float;
 mod backward;
 mod backward_sum;
 mod clip;

@@ -10,10 +10,11 @@ use burn::store::ModuleRecord;
 use burn::tensor::Device;
 use fsdp_kernels::batched_steps;
 
+use super::around_float::Around;
 use super::gradient_hook::GradientHook;
 use super::ignored_gradients::IgnoredGradients;
 use super::optimizer_check::{OptimizerCheck, is_of_optimizers};
-use super::place_shards::{PlaceEach, place_shards};
+use super::place_shards::{PlaceShards, place_shards};
 use super::step_in_f32::StepInF32;
 #[cfg(feature = "train")]
 use crate::error::LearnerError;
@@ -102,9 +103,15 @@ impl<M: Module> Fsdp<M> {
     /// Unwinds with [`ScheduleError::ChangedWhileUnsharded`](crate::errors::ScheduleError) if a unit is kept
     /// gathered.
     pub(crate) fn map_module(self, map: impl FnOnce(M) -> M) -> Self {
+        let schedule = self.schedule.clone();
+        self.map_placed(|module| place_shards(&*schedule, map(module)))
+    }
+
+    /// Replaces the module by the result of `map`, as [`map_module`](Self::map_module) does. `map` moves the
+    /// shards to their common buffers itself.
+    fn map_placed(self, map: impl FnOnce(M) -> M) -> Self {
         self.schedule.begin_change().unwrap_or_else(|error| raise(error));
-        let module = place_shards(&*self.schedule, map(self.module));
-        Self { module, ..self }
+        Self { module: map(self.module), ..self }
     }
 }
 
@@ -184,19 +191,17 @@ impl<M: Module> Module for Fsdp<M> {
         // launch.
         let (schedule, states) = (self.schedule.clone(), self.optimizer_states.clone());
         let map = |module: M, mapper: &mut T| {
+            let place = PlaceShards::new(&*schedule, &module);
             batched_steps::scope(|| match is_of_optimizers::<T>() {
                 true => {
-                    let mut mapper = StepInF32::new(mapper, &*schedule, &states, &module, false);
-                    let mut mapper = PlaceEach::new(&mut mapper, &*schedule, &module);
-                    module.map(&mut mapper)
+                    let around = StepInF32::new(&*schedule, &states, &module, false);
+                    let mapper = &mut Around { mapper, around };
+                    module.map(&mut Around { mapper, around: place })
                 }
-                false => {
-                    let mut mapper = PlaceEach::new(mapper, &*schedule, &module);
-                    module.map(&mut mapper)
-                }
+                false => module.map(&mut Around { mapper, around: place }),
             })
         };
-        let mapped = self.map_module(|module| {
+        let mapped = self.map_placed(|module| {
             check.map(module, mapper, &states, map).unwrap_or_else(|error| raise(error))
         });
         if is_of_optimizers::<T>() {

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
-use burn::module::{Flag, Module, ModuleMapper, Param, ParamId};
-use burn::tensor::{Bool, Int, Tensor};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::Tensor;
 
+use super::around_float::AroundFloat;
 use crate::module::opaque::visit_leaf;
 use crate::module::{ParamIndex, ParamVisitor, Sharded};
 use crate::runtime::schedule::ErasedSchedule;
@@ -18,53 +19,6 @@ pub(crate) fn place_shards<M: Module>(schedule: &dyn ErasedSchedule, module: M) 
             module.map(&mut place)
         }
         false => module,
-    }
-}
-
-/// A mapper that moves each shard to the common buffer of its unit once another mapper has mapped it, so
-/// that one shard at a time is stored twice.
-pub(crate) struct PlaceEach<'a, T> {
-    mapper: &'a mut T,
-    place: PlaceShards<'a>,
-}
-
-impl<'a, T> PlaceEach<'a, T> {
-    /// Returns the mapper for what `mapper` makes of a module.
-    pub(crate) fn new<M: Module>(
-        mapper: &'a mut T,
-        schedule: &'a dyn ErasedSchedule,
-        module: &M,
-    ) -> Self {
-        Self { mapper, place: PlaceShards::new(schedule, module) }
-    }
-}
-
-impl<T: ModuleMapper> ModuleMapper for PlaceEach<'_, T> {
-    fn enter_module(&mut self, name: &str, container_type: &str) {
-        self.mapper.enter_module(name, container_type);
-    }
-
-    fn exit_module(&mut self, name: &str, container_type: &str) {
-        self.mapper.exit_module(name, container_type);
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.place.map_float(self.mapper.map_float(param))
-    }
-
-    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        self.mapper.map_int(param)
-    }
-
-    fn map_bool<const D: usize>(
-        &mut self,
-        param: Param<Tensor<D, Bool>>,
-    ) -> Param<Tensor<D, Bool>> {
-        self.mapper.map_bool(param)
-    }
-
-    fn map_flag(&mut self, flag: Param<Flag>) -> Param<Flag> {
-        self.mapper.map_flag(flag)
     }
 }
 
@@ -122,5 +76,16 @@ impl ModuleMapper for PlaceShards<'_> {
             Some(index) => placed(self.schedule, index, param),
             None => param,
         }
+    }
+}
+
+/// Moves each shard once another mapper has mapped it, so that one shard at a time is stored twice.
+impl AroundFloat for PlaceShards<'_> {
+    fn map_with<T: ModuleMapper, const D: usize>(
+        &mut self,
+        mapper: &mut T,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        self.map_float(mapper.map_float(param))
     }
 }

@@ -3,20 +3,20 @@
 
 use std::collections::HashMap;
 
-use burn::module::{Flag, Module, ModuleMapper, Param, ParamId};
-use burn::tensor::{Bool, Int, Tensor};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::Tensor;
 use fsdp_kernels::batched_steps;
 
+use super::around_float::AroundFloat;
 use crate::module::opaque::visit_leaf;
 use crate::module::{ParamIndex, ParamVisitor, Sharded, with_autodiff_of};
 use crate::param_group::memory::{OptimizerStates, reported};
 use crate::param_group::{ParamSpec, Unit};
 use crate::runtime::schedule::ErasedSchedule;
 
-/// The mapper of an optimizer, behind which parameters in bf16 look as if they were in f32. Only one of
+/// What makes parameters in bf16 look to the mapper of an optimizer as if they were in f32. Only one of
 /// them exists in f32 at a time. What the optimizer returns is rounded at random.
-pub(crate) struct StepInF32<'a, T> {
-    mapper: &'a mut T,
+pub(crate) struct StepInF32<'a> {
     schedule: &'a dyn ErasedSchedule,
     states: &'a OptimizerStates,
     /// The parameters that are stepped in a copy. One that is tied to another has the other's id, and
@@ -24,10 +24,9 @@ pub(crate) struct StepInF32<'a, T> {
     rounded: HashMap<ParamId, ParamIndex>,
 }
 
-impl<'a, T: ModuleMapper> StepInF32<'a, T> {
-    /// Returns the mapper for a module, or for the replicated parameters of it only.
+impl<'a> StepInF32<'a> {
+    /// Returns the value for a module, or for the replicated parameters of it only.
     pub(crate) fn new<M: Module>(
-        mapper: &'a mut T,
         schedule: &'a dyn ErasedSchedule,
         states: &'a OptimizerStates,
         module: &M,
@@ -38,15 +37,19 @@ impl<'a, T: ModuleMapper> StepInF32<'a, T> {
         if find.units.iter().flat_map(|unit| &unit.params).any(ParamSpec::is_rounded) {
             visit_leaf(module, &mut find);
         }
-        Self { mapper, schedule, states, rounded: find.rounded }
+        Self { schedule, states, rounded: find.rounded }
     }
 }
 
-impl<T: ModuleMapper> StepInF32<'_, T> {
+impl StepInF32<'_> {
     /// Steps a parameter, and records what the optimizer reports of its state.
-    fn step<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    fn step<T: ModuleMapper, const D: usize>(
+        &self,
+        mapper: &mut T,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
         let id = param.id;
-        let (param, bytes) = reported(|| self.mapper.map_float(param));
+        let (param, bytes) = reported(|| mapper.map_float(param));
         self.states.set(id, bytes);
         param
     }
@@ -71,47 +74,28 @@ impl ParamVisitor for FindRounded<'_> {
     }
 }
 
-impl<T: ModuleMapper> ModuleMapper for StepInF32<'_, T> {
-    fn enter_module(&mut self, name: &str, container_type: &str) {
-        self.mapper.enter_module(name, container_type);
-    }
-
-    fn exit_module(&mut self, name: &str, container_type: &str) {
-        self.mapper.exit_module(name, container_type);
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+impl AroundFloat for StepInF32<'_> {
+    fn map_with<T: ModuleMapper, const D: usize>(
+        &mut self,
+        mapper: &mut T,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
         let Some(index) = self.rounded.remove(&param.id) else {
-            return self.step(param);
+            return self.step(mapper, param);
         };
         let _copy = self.schedule.count_step_copy(index);
-        let (id, base, mapper) = param.consume();
+        let (id, base, value_mapper) = param.consume();
         let plain = if base.is_autodiff() { base.clone().inner() } else { base.clone() };
         let wide = Tensor::from_dispatch(self.schedule.widened(plain.into_dispatch()));
         let wide = with_autodiff_of(&base, wide);
         drop(base);
-        let param = Param::from_mapped_value(id, wide, mapper);
+        let param = Param::from_mapped_value(id, wide, value_mapper);
         // A step that shares a launch with others would run only after the rounding.
-        let param = batched_steps::scope(|| self.step(param));
-        let (id, stepped, mapper) = param.consume();
+        let param = batched_steps::scope(|| self.step(mapper, param));
+        let (id, stepped, value_mapper) = param.consume();
         let plain = if stepped.is_autodiff() { stepped.clone().inner() } else { stepped.clone() };
         let rounded = self.schedule.rounded(index, plain.into_dispatch());
         let rounded = with_autodiff_of(&stepped, Tensor::from_dispatch(rounded));
-        Param::from_mapped_value(id, rounded, mapper)
-    }
-
-    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        self.mapper.map_int(param)
-    }
-
-    fn map_bool<const D: usize>(
-        &mut self,
-        param: Param<Tensor<D, Bool>>,
-    ) -> Param<Tensor<D, Bool>> {
-        self.mapper.map_bool(param)
-    }
-
-    fn map_flag(&mut self, flag: Param<Flag>) -> Param<Flag> {
-        self.mapper.map_flag(flag)
+        Param::from_mapped_value(id, rounded, value_mapper)
     }
 }

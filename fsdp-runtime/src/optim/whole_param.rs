@@ -12,6 +12,7 @@ use super::matrix_step::{MatrixStep, PutShards, TakeMatrices, rounds};
 use super::owners::owners;
 use crate::error::{Error, ScheduleError};
 use crate::fully_shard::Fsdp;
+use crate::fully_shard::around_float::Around;
 use crate::fully_shard::step_in_f32::StepInF32;
 use crate::layout::Rank;
 use crate::module::{FsdpModule, ParamIndex, ParamVisitor, Sharded};
@@ -101,8 +102,8 @@ impl WholeParam {
         let sharded = sharded_with_gradient(&model, &gradients)?;
         let mut take = TakeMatrices::new(&mut self.inner, &lr, &mut gradients, sharded);
         let model = model.map_module(|module| {
-            let mut take = StepInF32::new(&mut take, &*schedule, &states, &module, true);
-            module.map(&mut take)
+            let around = StepInF32::new(&*schedule, &states, &module, true);
+            module.map(&mut Around { mapper: &mut take, around })
         });
         let matrices = take.into_matrices();
         let mut updated = HashMap::new();

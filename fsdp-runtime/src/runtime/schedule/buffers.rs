@@ -47,22 +47,21 @@ impl<B: ShardBackend> GatherBuffers<B> {
         common: BuffersOfUnits<B>,
     ) -> Self {
         let plan = gather_buffer_plan(units, controls, gather_buffers);
-        let new = |(numel, dtype)| Arc::new(GatherBuffer::<B>::new(device, numel, dtype));
-        let later = |(numel, dtype)| Arc::new(GatherBuffer::unallocated(device, numel, dtype));
-        let has_common = common.iter().any(Option::is_some);
-        let buffers = plan.buffers.into_iter();
-        let buffers: Vec<_> =
-            buffers.map(|it| if has_common { later(it) } else { new(it) }).collect();
+        let new = |(numel, dtype): (usize, DType), later: bool| {
+            let new = if later { GatherBuffer::<B>::unallocated } else { GatherBuffer::new };
+            Arc::new(new(device, numel, dtype))
+        };
+        let any_common = common.iter().any(Option::is_some);
+        let buffers: Vec<_> = plan.buffers.into_iter().map(|it| new(it, any_common)).collect();
         let parts = |((unit, control), common): ((&Unit, &UnitControl), &Option<_>)| {
             let parts = match control.reshard {
                 ReshardAfterForward::To(size) => unit.parts(size),
                 _ => Vec::new(),
             };
-            let parts = parts.into_iter();
-            parts.map(|it| if common.is_some() { later(it) } else { new(it) }).collect()
+            parts.into_iter().map(|it| new(it, common.is_some())).collect()
         };
         let kept_parts = units.iter().zip(controls).zip(&common).map(parts).collect();
-        let codes = code_buffers(units).into_iter().map(new).collect();
+        let codes = code_buffers(units).into_iter().map(|it| new(it, false)).collect();
         let turns = BufferTurns::new(buffers.len(), plan.buffers_of);
         let (held, in_place) = (vec![None; units.len()], vec![false; units.len()]);
         Self { buffers, turns, codes, kept_parts, held, common, in_place }
@@ -78,9 +77,9 @@ impl<B: ShardBackend> GatherBuffers<B> {
         &self.common
     }
 
-    /// Returns whether some unit has common buffers.
-    pub(super) fn has_common(&self) -> bool {
-        self.common.iter().any(Option::is_some)
+    /// Returns whether a unit has common buffers.
+    pub(super) fn has_common(&self, unit: usize) -> bool {
+        self.common[unit].is_some()
     }
 
     /// Says whether a unit is gathered in its common buffers.

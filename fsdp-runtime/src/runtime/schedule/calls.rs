@@ -89,7 +89,7 @@ impl<B: ModelBackend> Schedule<B> {
             return None;
         }
         let conflicts = |other: &UnitCall<B>| {
-            let is_in_common = state.buffers.common()[other.unit].is_some() && !other.views_ring;
+            let is_in_common = state.buffers.has_common(other.unit) && !other.views_ring;
             if is_in_common || !state.buffers.turns.share(new.unit, other.unit) {
                 return false;
             }

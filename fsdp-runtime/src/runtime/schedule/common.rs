@@ -69,7 +69,7 @@ pub(crate) trait ScheduleShards {
 
 impl<B: ModelBackend> ScheduleShards for Schedule<B> {
     fn places_shards(&self) -> bool {
-        self.lock().buffers.has_common()
+        self.lock().buffers.common().iter().any(Option::is_some)
     }
 
     fn placed(&self, index: ParamIndex, shard: DispatchTensor) -> Option<DispatchTensor> {
@@ -100,7 +100,7 @@ impl<B: ModelBackend> Schedule<B> {
         state: &mut State<B>,
         index: usize,
     ) -> Result<bool, Error> {
-        if state.buffers.common()[index].is_none() || state.buffers.turns.holds(index) {
+        if !state.buffers.has_common(index) || state.buffers.turns.holds(index) {
             return Ok(false);
         }
         self.read_peers(state, index)?;
@@ -111,7 +111,7 @@ impl<B: ModelBackend> Schedule<B> {
         // The backward of a graph with views of the other buffers gathers into these.
         let mut ranges = buffers.iter().enumerate();
         let in_place = !peers.views_ring(index)
-            && ranges.all(|(range, buffer)| buffer.stores(&peers.of_range(index, range)));
+            && ranges.all(|(range, buffer)| buffer.stores(peers.of_range(index, range)));
         state.buffers.set_in_place(index, in_place);
         Ok(in_place)
     }

@@ -46,7 +46,7 @@ impl<B: ModelBackend> Schedule<B> {
         group: &Arc<AnyProcessGroup>,
     ) -> bool {
         let shard_group = &self.settings.groups.shard;
-        let shares = self.shares_device() || state.buffers.common()[unit].is_some();
+        let shares = self.shares_device() || state.buffers.has_common(unit);
         Arc::ptr_eq(group, shard_group) && group.size() > 1 && shares
     }
 
@@ -75,7 +75,7 @@ impl<B: ModelBackend> Schedule<B> {
         };
         for (range, gather) in gathers.into_iter().enumerate() {
             gather.count_sent();
-            gather.buffer.write_all(peers.of_range(unit, range));
+            gather.buffer.write_all(peers.of_range(unit, range).cloned().collect());
         }
         Ok(())
     }

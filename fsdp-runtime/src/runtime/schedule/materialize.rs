@@ -52,7 +52,7 @@ impl<B: ModelBackend> Schedule<B> {
         {
             call.reads_frozen |= unit.gathers && context.is_some();
         }
-        if state.buffers.common()[index.unit].is_some()
+        if state.buffers.has_common(index.unit)
             && let Some(call) = call.and_then(|call| state.calls.get_mut(&call))
         {
             match (state.buffers.is_in_place(index.unit), &state.peers) {

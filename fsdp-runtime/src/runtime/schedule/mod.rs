@@ -22,7 +22,7 @@
 //!
 //! Order of the files, from the bottom up: `counters`, `decide`, `settings`, `open_group`,
 //! `unit_state`, `unit_call`, `reduction`, `buffers`, `peer_shards`, `step_loss`, `state`, `core`,
-//! `saved`, `reshard`, `exchange_shards`, `common`, `unshard`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
+//! `saved`, `reshard`, `unshard`, `exchange_shards`, `common`, `hold`, `control`, `single_gather`, `whole_step`, `calls`,
 //! `group`, `prefetch`, `reduce_codes`, `reduce`, `cast_replicated`, `backward`,
 //! `recompute_first_run`, `recompute_backward`, `materialize`, `sum_of_part`, `tensor_parallel`, `context_parallel`, `forward`. The interfaces
 //! follow: `autodiff_hooks`, `runtime`, `metrics`, `access`, `losses`, `collectives`, `erased`.

@@ -43,8 +43,12 @@ impl<B: ShardBackend> PeerShards<B> {
     }
 
     /// Returns the shards of all ranks in one flat range of a unit.
-    pub(super) fn of_range(&self, unit: usize, range: usize) -> Vec<(usize, Float<B>)> {
-        let of_unit = self.ranks.iter().filter_map(|rank| rank.0.shards[unit].as_ref());
-        of_unit.flat_map(|ranges| ranges[range].iter().cloned()).collect()
+    pub(super) fn of_range(
+        &self,
+        unit: usize,
+        range: usize,
+    ) -> impl Iterator<Item = &(usize, Float<B>)> {
+        let of_unit = self.ranks.iter().filter_map(move |rank| rank.0.shards[unit].as_ref());
+        of_unit.flat_map(move |ranges| &ranges[range])
     }
 }
