@@ -83,8 +83,9 @@ fn memory_grows_linearly_with_the_length() {
             peak
         });
         for (shorter, longer) in peaks.iter().zip(&peaks[1..]) {
-            // The tiles may belong to the peak of the longer rows alone.
-            let most = 2.1 * *shorter as f64 + f64::from(1 << 20);
+            // Only threads that run at one moment have their tiles in a peak, which therefore has tiles of one
+            // thread or of all. Scores would add `HEADS * length * length` elements: 128 MiB at length 4096.
+            let most = 2.1 * *shorter as f64 + f64::from(8 << 20);
             assert!(*longer as f64 <= most, "{peaks:?}");
         }
     }
