@@ -39,8 +39,8 @@ pub const BF16: MixedPrecisionPolicy = MixedPrecisionPolicy::new()
     .with_reduce_dtype(FloatDType::F32)
     .with_output_dtype(FloatDType::F32);
 
-const VOCABULARY: usize = 30_522;
-const POSITIONS: usize = 512;
+pub const VOCABULARY: usize = 30_522;
+pub const POSITIONS: usize = 512;
 
 #[derive(Module, Debug)]
 #[fsdp_unit]

@@ -65,13 +65,13 @@ impl Sampling {
         Self { perf, file }
     }
 
-    /// Ends the sampling, and prints for each kind of work the processor time of a step, of all ranks together, and its
-    /// share.
+    /// Ends the sampling, and prints for each kind of work the processor time of a step, of all ranks together, its
+    /// share, the `bytes` that it must read and write, and these bytes a second.
     ///
     /// # Panics
     ///
-    /// If `perf` fails.
-    pub fn print(mut self, name: &str, steps: usize) {
+    /// If `perf` fails, or if bytes are given for work of another name.
+    pub fn print(mut self, name: &str, steps: usize, bytes: &[(&str, usize)]) {
         let perf = self.perf.id().to_string();
         Command::new("kill").args(["-INT", &perf]).status().expect("a program `kill`");
         self.perf.wait().expect("perf ends");
@@ -93,10 +93,23 @@ impl Sampling {
         let all: usize = samples.iter().map(|(_, count)| count).sum();
         assert!(all > 0, "perf took no samples:\n{report}");
         samples.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-        println!("\n{name}: processor time of a step, of all ranks together, in ms, and its share");
+        for (kind, _) in bytes {
+            assert!(samples.iter().any(|(name, _)| name == kind), "no work has the name {kind}");
+        }
+        println!(
+            "\n{name}: processor time of a step, of all ranks together\n{:<30}{:>9}{:>9}{:>9}{:>8}",
+            "", "ms", "share", "MB", "GB/s"
+        );
         for (kind, count) in samples {
-            let time = count as f64 / FREQUENCY as f64 / steps as f64 * 1e3;
-            println!("{kind:<30}{time:>9.1}{:>7.1} %", 100.0 * count as f64 / all as f64);
+            let seconds = count as f64 / FREQUENCY as f64 / steps as f64;
+            let share = 100.0 * count as f64 / all as f64;
+            print!("{kind:<30}{:>9.1}{share:>7.1} %", 1e3 * seconds);
+            match bytes.iter().find(|(name, _)| *name == kind) {
+                Some(&(_, bytes)) if count > 0 => {
+                    println!("{:>9.0}{:>8.1}", bytes as f64 / 1e6, bytes as f64 / 1e9 / seconds);
+                }
+                _ => println!(),
+            }
         }
     }
 }

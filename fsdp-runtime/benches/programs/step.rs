@@ -2,7 +2,7 @@
 //!
 //! `cargo bench --bench step -- --world 1,2,4`, with `--checkpoint` for the cost of recomputation
 //! and `--offload` for that of parameters and optimizer state on the host. With `--shares` it prints
-//! which work takes the processor's time.
+//! which work takes the processor's time, and the bytes that this work must read and write.
 //!
 //! All variants take turns in each round, so that other load on the machine affects all of them.
 //! Times are medians over all rounds, of the slowest rank. The model is that of `torch_bert.py`,
@@ -20,12 +20,15 @@ use fsdp_runtime::prelude::*;
 
 #[path = "../common/bert.rs"]
 mod bert;
+#[path = "../common/bert_bytes.rs"]
+mod bert_bytes;
 #[path = "../common/shares.rs"]
 mod shares;
 
 use crate::allocator;
 
 use bert::{BF16, Batch, Bert, Layer, Sizes};
+use bert_bytes::least_bytes;
 
 /// Time of one training step of a BERT.
 #[derive(Clone, Debug, Parser)]
@@ -155,10 +158,11 @@ fn ways(cli: &Cli) -> Vec<Way> {
 }
 
 /// Times `cli.steps` steps, and drops the first two. `backward` gets the loss that `forward`
-/// returns, and `end` runs after each step. With a name, prints the shares of the steps that are not dropped.
+/// returns, and `end` runs after each step. With a name and bytes of kinds of work, prints the shares of the steps that
+/// are not dropped.
 fn time<M: Module>(
     cli: &Cli,
-    shares_of: Option<&str>,
+    shares_of: Option<&(String, Vec<(&str, usize)>)>,
     mut model: M,
     forward: impl Fn(&M) -> Tensor<1>,
     backward: impl Fn(&M, Tensor<1>) -> Result<GradientsParams, Error>,
@@ -196,10 +200,15 @@ fn time<M: Module>(
             loss: value,
         });
     }
-    if let (Some(sampling), Some(name)) = (sampling, shares_of) {
-        sampling.print(name, steps - 2);
+    if let (Some(sampling), Some((name, bytes))) = (sampling, shares_of) {
+        sampling.print(name, steps - 2, bytes);
     }
     Ok(times.split_off(2))
+}
+
+/// Returns whether a rank's optimizer steps a shard of the parameters.
+fn is_sharded(way: &Way) -> bool {
+    way.options.is_some() && way.name != "NO_SHARD"
 }
 
 fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
@@ -224,7 +233,11 @@ fn launch_options(cli: &Cli, world: usize) -> LaunchOptions {
 /// Returns the steps of one round, each as measured on the slowest rank, with the losses of rank 0.
 fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
     let (job, options, sync) = (cli.clone(), way.options.clone(), way.sync);
-    let name = cli.shares.then(|| format!("{} on {world} ranks", way.name));
+    let shares = cli.shares.then(|| {
+        let element = if cli.bf16 { 2 } else { 4 };
+        let bytes = least_bytes(&cli.sizes, world, is_sharded(way), element);
+        (format!("{} on {world} ranks", way.name), bytes)
+    });
     let options =
         options.map(|options| if cli.bf16 { options.with_mixed_precision(BF16) } else { options });
     let ranks = launch(launch_options(cli, world), move |worker| {
@@ -236,7 +249,7 @@ fn round(cli: &Cli, world: usize, way: &Way) -> Vec<Times> {
         };
         let data = Batch::new(&job.sizes, worker.rank().index(), device);
         let model = Bert::new(&job.sizes, device);
-        let shares_of = name.as_deref().filter(|_| worker.rank() == Rank::ZERO);
+        let shares_of = shares.as_ref().filter(|_| worker.rank() == Rank::ZERO);
         match &options {
             None => time(
                 &job,

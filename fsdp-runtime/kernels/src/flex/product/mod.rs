@@ -283,7 +283,7 @@ unsafe fn multiply_part(target: Target, adds: bool, scale: f32, [a, b]: [Matrix<
         unsafe { multiply_as_it_is(target.part(0, first), adds, scale, [a, block]) };
     };
     match keeps_bits([a.rows, b.columns]) {
-        true => for_each_block(b, multiply_block),
+        true => for_each_block(a, b, multiply_block),
         false => multiply_block(0, b),
     }
 }
@@ -363,9 +363,15 @@ mod tests {
 
     #[test]
     fn parts_have_the_bits_of_the_whole() {
-        for sizes in
-            [[130, 700, 200], [1, 900, 9000], [2500, 900, 7], [66, 1200, 130], [3, 20_000, 70]]
-        {
+        for sizes in [
+            [130, 700, 200],
+            [1, 900, 9000],
+            [2500, 900, 7],
+            [66, 1200, 130],
+            [130, 1024, 330],
+            [66, 768, 700],
+            [3, 20_000, 70],
+        ] {
             for transposed in [false, true] {
                 let whole = product_of(sizes, 1, transposed);
                 for threads in [2, 3, 8] {

@@ -31,7 +31,7 @@ pub(super) unsafe fn multiply_turned(target: Target, scale: f32, [a, b]: [Matrix
     /// Rows of `a` whose products lie in memory at once: as many as stay in the cache.
     const ROWS: usize = 2048;
     let mut products: Vec<f32> = Vec::new();
-    for_each_block(b, |column, b| {
+    for_each_block(a.rows(0..a.rows.min(ROWS)), b, |column, b| {
         for (first, count) in blocks(a.rows, ROWS) {
             products.clear();
             products.reserve(count * b.columns);
@@ -80,7 +80,7 @@ mod tests {
             ([768, 300, 8], [true, false]),
             ([70, 900, 3000], [false, true]),
             ([128, 3000, 600], [false, true]),
-            ([100, 1024, 3000], [false, true]),
+            ([128, 1536, 384], [false, true]),
             ([140, 16_384, 300], [false, true]),
             ([5000, 64, 2], [true, false]),
             ([66, 700, 4500], [false, true]),
