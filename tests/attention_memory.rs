@@ -16,6 +16,9 @@ static ALLOCATOR: Counting = Counting::new();
 const HEADS: usize = 2;
 const WIDTH: usize = 64;
 
+/// Bytes that the tiles of all threads take at most. A peak has those of the threads that run at one moment.
+const TILES: usize = 8 << 20;
+
 /// Returns the bytes of a query of this length.
 const fn bytes(length: usize) -> usize {
     HEADS * length * WIDTH * size_of::<f32>()
@@ -78,14 +81,14 @@ fn memory_grows_linearly_with_the_length() {
             // The output, its gradient twice, and the gradients of query, key and value; and tiles of
             // each thread. In bf16 these have half of the bytes, and the sums of a head of the key have
             // four bytes an element.
-            let bound = 7 * bytes(length) + (8 << 20);
+            let bound = 7 * bytes(length) + TILES;
             assert!(peak <= bound, "{peak} bytes at length {length}, above {bound}");
             peak
         });
         for (shorter, longer) in peaks.iter().zip(&peaks[1..]) {
-            // Only threads that run at one moment have their tiles in a peak, which therefore has tiles of one
-            // thread or of all. Scores would add `HEADS * length * length` elements: 128 MiB at length 4096.
-            let most = 2.1 * *shorter as f64 + f64::from(8 << 20);
+            // The tiles may belong to the peak of the longer rows alone. Scores would add `HEADS * length * length`
+            // elements: 128 MiB at length 4096.
+            let most = 2.1 * *shorter as f64 + TILES as f64;
             assert!(*longer as f64 <= most, "{peaks:?}");
         }
     }

@@ -1,8 +1,8 @@
 //! The sharding of a module, and the sharded model that it returns.
 //!
-//! Imports point one way: optimizer_probe <- optimizer_check; around_float <- place_shards, step_in_f32; init, ignored_gradients,
-//! gradient_hook, optimizer_check, place_shards, step_in_f32 <- model <- construct, backward, clip, display, stats;
-//! backward <- backward_sum, unshard; unshard <- control.
+//! Imports point one way: optimizer_probe <- optimizer_check; around_float, list_params <- place_shards,
+//! step_in_f32; init, ignored_gradients, gradient_hook, optimizer_check, place_shards, step_in_f32 <- model <-
+//! construct, backward, clip, display, stats; backward <- backward_sum, unshard; unshard <- control.
 
 pub(crate) mod around_float;
 mod backward;
@@ -14,6 +14,7 @@ mod display;
 mod gradient_hook;
 mod ignored_gradients;
 mod init;
+mod list_params;
 mod model;
 pub(crate) mod optimizer_check;
 pub(crate) mod optimizer_probe;

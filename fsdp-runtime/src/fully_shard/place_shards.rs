@@ -6,20 +6,15 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
 
 use super::around_float::AroundFloat;
-use crate::module::opaque::visit_leaf;
-use crate::module::{ParamIndex, ParamVisitor, Sharded};
+use super::list_params::list_params;
+use crate::module::ParamIndex;
 use crate::runtime::schedule::ErasedSchedule;
 
 /// Returns the module with its shards in the common buffers of their units, as far as that is possible
 /// (`ScheduleShards::placed`).
 pub(crate) fn place_shards<M: Module>(schedule: &dyn ErasedSchedule, module: M) -> M {
-    match schedule.places_shards() {
-        true => {
-            let mut place = PlaceShards::new(schedule, &module);
-            module.map(&mut place)
-        }
-        false => module,
-    }
+    let mut place = PlaceShards::new(schedule, &module);
+    if place.found.is_empty() { module } else { module.map(&mut place) }
 }
 
 /// Returns a parameter with its shard in the common buffer of its unit, if that is possible.
@@ -36,22 +31,6 @@ pub(crate) fn placed<const D: usize>(
     Param::from_mapped_value(id, base, mapper)
 }
 
-/// The visitor that lists the sharded parameters. One that is tied to another has the other's id, and
-/// comes later.
-struct FindSharded<'a> {
-    schedule: &'a dyn ErasedSchedule,
-    found: HashMap<ParamId, ParamIndex>,
-}
-
-impl ParamVisitor for FindSharded<'_> {
-    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(index) = Sharded::of(param).map(|sharded| sharded.index) else { return };
-        if self.schedule.spec(index).is_sharded() {
-            self.found.insert(param.id, index);
-        }
-    }
-}
-
 /// The mapper behind [`place_shards`].
 pub(crate) struct PlaceShards<'a> {
     schedule: &'a dyn ErasedSchedule,
@@ -62,11 +41,12 @@ pub(crate) struct PlaceShards<'a> {
 impl<'a> PlaceShards<'a> {
     /// Returns the mapper for a module.
     pub(crate) fn new<M: Module>(schedule: &'a dyn ErasedSchedule, module: &M) -> Self {
-        let mut find = FindSharded { schedule, found: HashMap::new() };
-        if schedule.places_shards() {
-            visit_leaf(module, &mut find);
-        }
-        Self { schedule, found: find.found }
+        let is_sharded = |index| schedule.spec(index).is_sharded();
+        let found = match schedule.places_shards() {
+            true => list_params(module, is_sharded),
+            false => HashMap::new(),
+        };
+        Self { schedule, found }
     }
 }
 

@@ -8,10 +8,10 @@ use burn::tensor::Tensor;
 use fsdp_kernels::batched_steps;
 
 use super::around_float::AroundFloat;
-use crate::module::opaque::visit_leaf;
-use crate::module::{ParamIndex, ParamVisitor, Sharded, with_autodiff_of};
+use super::list_params::list_params;
+use crate::module::{ParamIndex, with_autodiff_of};
+use crate::param_group::ParamSpec;
 use crate::param_group::memory::{OptimizerStates, reported};
-use crate::param_group::{ParamSpec, Unit};
 use crate::runtime::schedule::ErasedSchedule;
 
 /// What makes parameters in bf16 look to the mapper of an optimizer as if they were in f32. Only one of
@@ -32,12 +32,18 @@ impl<'a> StepInF32<'a> {
         module: &M,
         only_replicated: bool,
     ) -> Self {
-        let rounded = HashMap::new();
-        let mut find = FindRounded { units: schedule.units(), only_replicated, rounded };
-        if find.units.iter().flat_map(|unit| &unit.params).any(ParamSpec::is_rounded) {
-            visit_leaf(module, &mut find);
-        }
-        Self { schedule, states, rounded: find.rounded }
+        let units = schedule.units();
+        let is_rounded = |index: ParamIndex| {
+            let spec = &units[index.unit].params[index.param];
+            let left = only_replicated && spec.is_sharded();
+            // The placeholder of an empty shard has no gradient.
+            spec.is_rounded() && !left && !spec.range().is_empty()
+        };
+        let rounded = match units.iter().flat_map(|unit| &unit.params).any(ParamSpec::is_rounded) {
+            true => list_params(module, is_rounded),
+            false => HashMap::new(),
+        };
+        Self { schedule, states, rounded }
     }
 }
 
@@ -52,25 +58,6 @@ impl StepInF32<'_> {
         let (param, bytes) = reported(|| mapper.map_float(param));
         self.states.set(id, bytes);
         param
-    }
-}
-
-/// The visitor that lists the parameters that are stepped in a copy.
-struct FindRounded<'a> {
-    units: &'a [Unit],
-    only_replicated: bool,
-    rounded: HashMap<ParamId, ParamIndex>,
-}
-
-impl ParamVisitor for FindRounded<'_> {
-    fn param<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(index) = Sharded::of(param).map(|sharded| sharded.index) else { return };
-        let spec = &self.units[index.unit].params[index.param];
-        let left = self.only_replicated && spec.is_sharded();
-        // The placeholder of an empty shard has no gradient.
-        if spec.is_rounded() && !left && !spec.range().is_empty() {
-            self.rounded.insert(param.id, index);
-        }
     }
 }
 

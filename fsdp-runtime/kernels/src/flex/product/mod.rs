@@ -4,7 +4,7 @@
 //! A product is written to memory that nothing wrote before. Burn's product of Flex fills its memory with
 //! zeros and copies it to aligned memory first.
 
-mod consecutive;
+mod column_blocks;
 mod narrow;
 mod pairs;
 mod parts;
@@ -18,7 +18,7 @@ use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
-use self::consecutive::for_each_block;
+use self::column_blocks::for_each_block;
 pub(super) use self::parts::Threads;
 use self::parts::{Target, for_each_part, keeps_bits};
 use self::turned::{is_faster_turned, multiply_turned};

@@ -1,6 +1,6 @@
 //! Products that are computed transposed, where this takes less time.
 
-use super::consecutive::{for_each_block, transposition};
+use super::column_blocks::{for_each_block, transposition};
 use super::parts::{Target, blocks, keeps_bits};
 use super::{Matrix, multiply_as_it_is};
 
@@ -31,7 +31,7 @@ pub(super) unsafe fn multiply_turned(target: Target, scale: f32, [a, b]: [Matrix
     /// Rows of `a` whose products lie in memory at once: as many as stay in the cache.
     const ROWS: usize = 2048;
     let mut products: Vec<f32> = Vec::new();
-    for_each_block(a.rows(0..a.rows.min(ROWS)), b, |column, b| {
+    for_each_block(a, b, |column, b| {
         for (first, count) in blocks(a.rows, ROWS) {
             products.clear();
             products.reserve(count * b.columns);

@@ -1,10 +1,13 @@
-//! Second factors whose rows are not consecutive in memory: above all, transposed weights, and the keys and values of
-//! attention.
+//! Products in blocks of columns of the second factor, where that saves time.
 //!
-//! `gemm` transposes such a factor while it packs it for its kernels. Columns that begin a multiple of 1 or 2 KiB
-//! apart share few lines of the processor's cache: packing an element then takes as long as 50 to 150
-//! multiplications. A copy with consecutive rows takes half of that time or less. The sizes of language models are
-//! often such multiples.
+//! The rows of a second factor may not be consecutive in memory: above all, those of transposed weights, and of the
+//! keys and values of attention. `gemm` transposes such a factor while it packs it for its kernels. Columns that begin
+//! a multiple of 1 or 2 KiB apart share few lines of the processor's cache: packing an element then takes as long as 50
+//! to 150 multiplications. A copy with consecutive rows takes half of that time or less. The sizes of language models
+//! are often such multiples.
+//!
+//! The columns of the first factor may be consecutive, as in the gradient of a weight. The kernels for AVX-512 use such
+//! a factor where it is if the second factor has few columns. For more columns `gemm` packs it.
 
 use std::cell::RefCell;
 
