@@ -13,7 +13,13 @@ const KINDS: [(&str, &[&str]); 11] = [
     ("the kernel, else", &["[k]"]),
     (
         "matrix products",
-        &["gemm_f32::", "gemm_f16::", "gemm_common::gemm", "pairs::multiply_by_instruction"],
+        &[
+            "gemm_f32::",
+            "gemm_f16::",
+            "gemm_common::gemm",
+            "pairs::multiply_by_instruction",
+            "amx::instructions",
+        ],
     ),
     ("packing of their factors", &["gemm_common::", "transpose::", "flex::product"]),
     ("attention, without products", &["flex::attention"]),

@@ -1,9 +1,14 @@
-//! Products of matrices, on the kernel that Flex itself uses (crate `gemm`). Processors with an instruction for bf16
-//! have a kernel of their own for matrices of bf16. Other matrices of bf16 and f16 are converted block by block.
+//! Products of matrices, on the kernel that Flex itself uses (crate `gemm`). Processors with AMX, or with an instruction
+//! for bf16, have kernels of their own. Without them, matrices of bf16 and f16 are converted block by block.
 //!
 //! A product is written to memory that nothing wrote before. Burn's product of Flex fills its memory with
 //! zeros and copies it to aligned memory first.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+#[path = "no_amx.rs"]
+mod amx;
 mod column_blocks;
 mod narrow;
 mod pairs;
@@ -16,6 +21,7 @@ use std::ops::Range;
 use burn::backend::TensorMetadata;
 use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Shape, TensorData};
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 use self::column_blocks::for_each_block;
@@ -115,14 +121,27 @@ fn strided<'a, E>(tensor: &FlexTensor, elements: &'a [E]) -> Matrix<'a, E> {
     Matrix { elements, rows, columns, row_stride, column_stride }
 }
 
+/// Returns the matrices of tensors with two dimensions.
+fn factors<E: KernelFloat>(tensors: [&FlexTensor; 2]) -> [Matrix<'_, E>; 2] {
+    tensors.map(|tensor| strided(tensor, memory(tensor)))
+}
+
 /// Implements [`Kernels::product`](crate::Kernels::product) for matrices of f32, bf16 and f16. Sums are in
 /// f32.
 pub(super) fn product([a, b]: [&FlexTensor; 2], dtype: DType) -> FlexTensor {
     let shape = Shape::from([a.shape()[0], b.shape()[1]]);
+    if a.dtype() == b.dtype() && a.dtype() != DType::F32 && amx::is_available() {
+        return with_float_type!(dtype, |E| {
+            let product = match a.dtype() {
+                DType::BF16 => amx::new_product::<bf16, E, 1>(factors([a, b])),
+                _ => amx::new_product::<f16, E, 2>(factors([a, b])),
+            };
+            FlexTensor::from_data(TensorData::new(product, shape))
+        });
+    }
     if a.dtype() == DType::BF16 && b.dtype() == DType::BF16 && pairs::are_multiplied() {
-        let factors = [a, b].map(|tensor| strided(tensor, memory(tensor)));
         return with_float_type!(dtype, |E| FlexTensor::from_data(TensorData::new(
-            pairs::new_product::<E>(factors),
+            pairs::new_product::<E>(factors([a, b])),
             shape
         )));
     }
@@ -145,7 +164,7 @@ pub(super) fn product([a, b]: [&FlexTensor; 2], dtype: DType) -> FlexTensor {
 
 /// Returns the product of matrices of bf16 or f16 that are converted block by block, where this saves time.
 fn product_in_blocks<I: KernelFloat>([a, b]: [&FlexTensor; 2], dtype: DType) -> Option<FlexTensor> {
-    let factors = [a, b].map(|tensor| strided(tensor, memory::<I>(tensor)));
+    let factors = factors::<I>([a, b]);
     let shape = Shape::from([a.shape()[0], b.shape()[1]]);
     narrow::is_faster(factors).then(|| {
         with_float_type!(dtype, |O| FlexTensor::from_data(TensorData::new(
@@ -256,27 +275,60 @@ fn multiply_into(
     assert_eq!(a.columns, b.rows, "the inner sizes of a product");
     check_len(target.len(), [a.rows, b.columns], stride);
     let target = Target { start: target.as_mut_ptr().cast(), stride };
+    // SAFETY: `check_len` checked that the target holds the result. It is borrowed mutably.
+    unsafe {
+        match threads {
+            Threads::Pool if amx::is_faster([a, b]) => {
+                multiply_by_amx(target, adds, scale, [a, b]);
+            }
+            _ => multiply_by_gemm(threads, target, adds, scale, [a, b]),
+        }
+    }
+}
+
+/// Writes a product, or adds it, by AMX on all threads of the current pool.
+///
+/// # Safety
+///
+/// The rows of the target lie in memory that nothing else uses. They are initialised if `adds` is true.
+unsafe fn multiply_by_amx(target: Target, adds: bool, scale: f32, factors: [Matrix<'_>; 2]) {
+    for_each_part(Threads::Pool, factors, |[row, column], factors| {
+        // SAFETY: as the caller promises; parts have no element in common.
+        unsafe { amx::multiply_part(target.part(row, column), adds, scale, factors) };
+    });
+}
+
+/// Writes a product, or adds it, by the crate `gemm`.
+///
+/// # Safety
+///
+/// As for [`multiply_by_amx`].
+unsafe fn multiply_by_gemm(
+    threads: Threads,
+    target: Target,
+    adds: bool,
+    scale: f32,
+    [a, b]: [Matrix<'_>; 2],
+) {
     // `gemm` adds a product to the target block by block, which gives other bits than adding it whole.
     let turned = !adds && is_faster_turned(a, b);
     let [a, b] = if turned { [b.transposed(), a.transposed()] } else { [a, b] };
-    let multiply_at = |[row, column]: [usize; 2], factors| {
-        // SAFETY: `check_len` checked that the target holds the result. It is borrowed mutably, and parts have
-        // no element in common.
+    for_each_part(threads, [a, b], |[row, column], factors| {
+        // SAFETY: as the caller promises; parts have no element in common.
         unsafe {
             match turned {
                 true => multiply_turned(target.part(column, row), scale, factors),
                 false => multiply_part(target.part(row, column), adds, scale, factors),
             }
         }
-    };
-    for_each_part(threads, [a, b], multiply_at);
+    });
 }
 
-/// Writes a product, or adds it, on the calling thread.
+/// Computes [`multiply_by_gemm`] on the calling thread.
 ///
 /// # Safety
 ///
-/// The rows of the target lie in memory that nothing else uses. They are initialised if `adds` is true.
+/// As for [`multiply_by_amx`].
 unsafe fn multiply_part(target: Target, adds: bool, scale: f32, [a, b]: [Matrix<'_>; 2]) {
     let multiply_block = |first: usize, block: Matrix<'_>| {
         // SAFETY: as the caller promises, for the columns of the block.
@@ -350,6 +402,7 @@ mod tests {
         [rows, inner, columns]: [usize; 3],
         threads: usize,
         transposed: bool,
+        by_gemm: bool,
     ) -> Vec<f32> {
         let (a, b) = (elements(rows * inner), elements(inner * columns));
         let factors =
@@ -357,7 +410,12 @@ mod tests {
         // Rows of the target are farther apart than they are long.
         let mut target = vec![1f32; rows * (columns + 3)];
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-        pool.install(|| multiply(Threads::Pool, (&mut target, columns + 3), true, 0.5, factors));
+        let start = Target { start: target.as_mut_ptr(), stride: columns + 3 };
+        pool.install(|| match by_gemm {
+            // SAFETY: the vector has room for the product.
+            true => unsafe { multiply_by_gemm(Threads::Pool, start, true, 0.5, factors) },
+            false => multiply(Threads::Pool, (&mut target, columns + 3), true, 0.5, factors),
+        });
         target
     }
 
@@ -372,10 +430,12 @@ mod tests {
             [66, 768, 700],
             [3, 20_000, 70],
         ] {
-            for transposed in [false, true] {
-                let whole = product_of(sizes, 1, transposed);
+            for (transposed, by_gemm) in
+                [(false, false), (true, false), (false, true), (true, true)]
+            {
+                let whole = product_of(sizes, 1, transposed, by_gemm);
                 for threads in [2, 3, 8] {
-                    let parts = product_of(sizes, threads, transposed);
+                    let parts = product_of(sizes, threads, transposed, by_gemm);
                     assert_eq!(parts, whole, "{sizes:?} on {threads} threads");
                 }
             }

@@ -156,6 +156,7 @@ fn turn<I: KernelFloat>(matrix: Matrix<'_, I>, target: &mut [f32], stride: usize
 mod tests {
     use half::{bf16, f16};
 
+    use super::super::multiply_by_gemm;
     use super::super::tests::{elements, matrix};
     use super::*;
 
@@ -174,7 +175,11 @@ mod tests {
             let Matrix { rows, columns, row_stride, column_stride, .. } = matrix;
             Matrix { elements: &elements[at][..], rows, columns, row_stride, column_stride }
         };
-        super::super::new_product([of(a, 0), of(b, 1)])
+        let mut product = vec![0f32; a.rows * b.columns];
+        let target = Target { start: product.as_mut_ptr(), stride: b.columns };
+        // SAFETY: the vector has room for the product.
+        unsafe { multiply_by_gemm(Threads::Pool, target, false, 1.0, [of(a, 0), of(b, 1)]) };
+        product
     }
 
     fn check<I: KernelFloat + PartialEq>(adds: bool, sizes: &[[usize; 3]]) {

@@ -9,7 +9,7 @@ use crate::flex::new_tensor::Uninit;
 /// Threads that compute a product. The bits are the same.
 #[derive(Clone, Copy)]
 pub(in crate::flex) enum Threads {
-    /// The calling thread.
+    /// The calling thread, for products too small for AMX: packing their factors takes most of the time.
     One,
     /// All threads of the current pool.
     Pool,

@@ -68,7 +68,7 @@ unsafe fn transpose(rows: &[f32], len: usize, target: Target) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::multiply;
+    use super::super::multiply_by_gemm;
     use super::super::parts::Threads;
     use super::super::tests::{elements, matrix};
     use super::*;
@@ -99,8 +99,11 @@ mod tests {
                 // Rows of the target are farther apart than they are long.
                 let mut turned = vec![1f32; rows * (columns + 3)];
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                let target = (&mut turned[..], columns + 3);
-                pool.install(|| multiply(Threads::Pool, target, false, 0.5, factors));
+                let target = Target { start: turned.as_mut_ptr(), stride: columns + 3 };
+                // SAFETY: the vector has room for the product.
+                pool.install(|| unsafe {
+                    multiply_by_gemm(Threads::Pool, target, false, 0.5, factors);
+                });
                 for (turned, plain) in turned.chunks(columns + 3).zip(plain.chunks(columns)) {
                     assert!(
                         turned.starts_with(plain) && turned.ends_with(&[1.0; 3]),
