@@ -157,8 +157,8 @@ macro_rules! for_each_step {
     };
 }
 
-/// Writes the sums of a block to rows that begin every `stride` elements, or adds its terms to them. A step of a factor has `PLANES` times two
-/// tiles: those of the first 16 rows, or columns, and of the others.
+/// Writes the sums of a block to rows that begin every `stride` elements, or adds its terms to them. A step of a factor
+/// has `PLANES` times two tiles: those of the first 16 rows, or columns, and of the others.
 ///
 /// The sum of the planes is an element. All products of two planes are added. Of the products of three planes, those
 /// are added that exceed 2⁻²⁴ of the whole.

@@ -1,8 +1,8 @@
 //! The layout of factors that the tile instructions read.
 
 use std::arch::x86_64::{
-    __m512i, _mm512_loadu_si512, _mm512_permutex2var_epi32, _mm512_setzero_si512,
-    _mm512_storeu_si512,
+    __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_loadu_si512, _mm512_permutex2var_epi32,
+    _mm512_setzero_si512, _mm512_storeu_si512,
 };
 
 use half::{bf16, f16};
@@ -13,24 +13,24 @@ use crate::flex::product::Matrix;
 
 /// An element as a sum of numbers of bf16, one for each plane.
 pub(in super::super) trait Planes<const PLANES: usize>: KernelFloat {
-    /// Returns the bits of the numbers, the largest first.
-    fn planes(self) -> [u16; PLANES];
+    /// Returns the numbers, the largest first, as the upper halves of 32 bits.
+    fn planes(self) -> [u32; PLANES];
 }
 
 impl Planes<1> for bf16 {
     #[inline(always)]
-    fn planes(self) -> [u16; 1] {
-        [self.to_bits()]
+    fn planes(self) -> [u32; 1] {
+        [u32::from(self.to_bits()) << 16]
     }
 }
 
 impl Planes<2> for f16 {
     /// Two numbers have the 11 significant bits. A NaN and an infinite element have a last number that is NaN.
     #[inline(always)]
-    fn planes(self) -> [u16; 2] {
+    fn planes(self) -> [u32; 2] {
         let wide = self.wide();
         let first = f32::from_bits(wide.to_bits() & UPPER);
-        [first, wide - first].map(|number| (number.to_bits() >> 16) as u16)
+        [first, wide - first].map(f32::to_bits)
     }
 }
 
@@ -41,12 +41,12 @@ impl Planes<3> for f32 {
     /// The numbers have 8 significant bits each. Their sum is the element, unless one of them is so small that it is
     /// taken for zero. The last number of a NaN and of an element beyond 3.39 · 10³⁸ is NaN.
     #[inline(always)]
-    fn planes(self) -> [u16; 3] {
+    fn planes(self) -> [u32; 3] {
         let nearest = |number: f32| f32::from_bits(number.to_bits().wrapping_add(0x8000) & UPPER);
         let first = nearest(self);
         let rest = self - first;
         let second = nearest(rest);
-        [first, second, rest - second].map(|number| (number.to_bits() >> 16) as u16)
+        [first, second, rest - second].map(f32::to_bits)
     }
 }
 
@@ -77,15 +77,38 @@ pub(super) fn pack<E: Planes<PLANES>, const PLANES: usize>(
 ) {
     assert_eq!(packed.len(), tiles::<PLANES>(matrix.rows, matrix.columns), "tiles of a matrix");
     let (groups, steps) = (matrix.rows.div_ceil(BLOCK), matrix.columns.div_ceil(DEPTH));
+    // Memory is read in the order of its addresses.
+    let block = |number: usize| match matrix.column_stride == 1 {
+        true => (number / steps, number % steps),
+        false => (number % groups, number / groups),
+    };
     for number in 0..groups * steps {
-        // Memory is read in the order of its addresses.
-        let (group, step) = match matrix.column_stride == 1 {
-            true => (number / steps, number % steps),
-            false => (number % groups, number / groups),
-        };
+        prefetch_block(matrix, block(number + AHEAD));
+        let (group, step) = block(number);
         let tiles = &mut packed[(group * steps + step) * 2 * PLANES..][..2 * PLANES];
         for half in 0..2 {
             pack_half(matrix, [group * BLOCK + half * LANES, step * DEPTH], order, tiles, half);
+        }
+    }
+}
+
+/// Blocks of [`BLOCK`] rows and [`DEPTH`] elements of each that are prefetched.
+const AHEAD: usize = 2;
+
+/// Prefetches a block of a matrix.
+#[inline(always)]
+fn prefetch_block<E: Copy>(matrix: Matrix<'_, E>, (group, step): (usize, usize)) {
+    const LINE: usize = 64;
+    let Matrix { elements, row_stride, column_stride, .. } = matrix;
+    let start =
+        elements.as_ptr().wrapping_add(group * BLOCK * row_stride + step * DEPTH * column_stride);
+    // Elements of a row, or of a column, are consecutive.
+    let distance = row_stride.max(column_stride);
+    for line in 0..BLOCK.max(DEPTH) {
+        let start = start.wrapping_add(line * distance).cast::<i8>();
+        for byte in (0..DEPTH * size_of::<E>()).step_by(LINE) {
+            // SAFETY: a prefetch is a hint; any address is allowed and none faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(byte)) };
         }
     }
 }
@@ -171,7 +194,7 @@ fn pack_half<E: Planes<PLANES>, const PLANES: usize>(
                         Order::Rows => &mut tile[row][column / 2],
                         Order::Pairs => &mut tile[column / 2][row],
                     };
-                    *pair |= u32::from(planes[plane]) << (16 * (column % 2));
+                    *pair |= planes[plane] >> 16 << (16 * (column % 2));
                 }
             }
         }
@@ -194,10 +217,10 @@ fn planes_of_row<E: Planes<PLANES>, const PLANES: usize>(
     for (at, element) in source.iter().enumerate() {
         let numbers = element.planes();
         for plane in 0..PLANES {
-            planes[plane][at] = numbers[plane];
+            planes[plane][at] = (numbers[plane] >> 16) as u16;
         }
     }
-    planes.map(|plane| bytemuck::cast(plane))
+    planes.map(bytemuck::cast)
 }
 
 /// Returns the planes of pairs of elements, the first and the second of each.
@@ -210,7 +233,7 @@ fn planes_of_columns<E: Planes<PLANES>, const PLANES: usize>(
     for at in 0..LANES {
         let [first, second] = [first[at].planes(), second[at].planes()];
         for plane in 0..PLANES {
-            planes[plane][at] = u32::from(first[plane]) | u32::from(second[plane]) << 16;
+            planes[plane][at] = first[plane] >> 16 | second[plane] & UPPER;
         }
     }
     planes
