@@ -11,9 +11,10 @@ use burn_std::Scalar;
 use rayon::prelude::*;
 
 use super::float::{KernelFloat, slice, with_float_type};
-use super::loops::{self, convert, convert_over, divide};
+use super::loops::{convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
 use super::product::Threads;
+use super::rank_mean::rank_mean;
 use super::{
     attention, cross_entropy, decode, dropout, gelu, linear, normalization, product,
     random_rounding, rotary, softmax, sums, swiglu, table,
@@ -57,35 +58,6 @@ fn exclusive(tensor: FlexTensor) -> FlexTensor {
 fn slice_mut<E: KernelFloat>(tensor: &mut FlexTensor) -> &mut [E] {
     let (start, end) = tensor.layout().contiguous_offsets().expect("a contiguous tensor");
     &mut tensor.storage_mut::<E>()[start..end]
-}
-
-/// Computes one mean of [`Kernels::rank_means`].
-fn rank_mean(mean: RankMean<FlexTensor>) -> FlexTensor {
-    let RankMean { parts, divisor, shape } = mean;
-    if let ([(part, 0)], 1) = (&parts[..], divisor)
-        && is_whole(part, &shape)
-    {
-        return part.reshape(shape);
-    }
-    let parts: Vec<_> = parts.into_iter().map(|(part, start)| (contiguous(part), start)).collect();
-    with_float_type!(parts[0].0.dtype(), |I| {
-        let parts: Vec<&[I]> =
-            parts.iter().map(|(part, start)| &slice::<I>(part)[*start..]).collect();
-        new_tensor(shape, |at, sums| {
-            let range = at..at + sums.len();
-            let parts: Vec<&[I]> = parts.iter().map(|part| &part[range.clone()]).collect();
-            loops::mean(&parts, sums, divisor as f32)
-        })
-    })
-}
-
-/// Returns whether a tensor is contiguous, of f32, and has as many elements as the shape and its memory.
-fn is_whole(tensor: &FlexTensor, shape: &Shape) -> bool {
-    let numel = shape.num_elements();
-    tensor.dtype() == DType::F32
-        && tensor.is_contiguous()
-        && tensor.shape().num_elements() == numel
-        && tensor.bytes().len() == numel * size_of::<f32>()
 }
 
 /// Copies elements `range` of a contiguous tensor: divided in f32 by `divisor` if there is one,

@@ -5,6 +5,7 @@ use burn::tensor::{Shape, TensorData};
 use rayon::prelude::*;
 
 use super::float::KernelFloat;
+use super::known_rows::{is_faster, with_rows};
 use super::new_tensor::TASK;
 
 /// Implements [`Kernels::table_gradient`](crate::Kernels::table_gradient). Sums are in the type of the
@@ -15,6 +16,27 @@ use super::new_tensor::TASK;
 /// If an id is no row of the table.
 pub(super) fn gradient<E: KernelFloat>(grads: &[E], ids: &[f32], shape: Shape) -> FlexTensor {
     let [rows, width] = shape.dims();
+    let numbers: Vec<usize> = ids
+        .iter()
+        .map(|&id| {
+            let is_row = id >= 0.0 && (id as usize) < rows;
+            assert!(is_row, "id {id} is no row of a table of {rows} rows");
+            id as usize
+        })
+        .collect();
+    let add_rows = |table: &mut [E]| {
+        for (grads, &number) in grads.chunks_exact(width).zip(&numbers) {
+            let row = &mut table[number * width..][..width];
+            for (sum, grad) in row.iter_mut().zip(grads) {
+                *sum = E::narrow(sum.wide() + grad.wide());
+            }
+        }
+    };
+    if is_faster::<E>(numbers.len(), [rows, width])
+        && let Ok(table) = with_rows([rows, width], E::dtype(), numbers.clone(), add_rows)
+    {
+        return table;
+    }
     let mut table = Vec::with_capacity(rows * width);
     // Fresh pages go to the threads that touch them first.
     let parts = table.spare_capacity_mut()[..rows * width].par_chunks_mut(TASK);
@@ -25,13 +47,7 @@ pub(super) fn gradient<E: KernelFloat>(grads: &[E], ids: &[f32], shape: Shape) -
     });
     // SAFETY: every element of each part was written.
     unsafe { table.set_len(rows * width) };
-    for (grads, &id) in grads.chunks_exact(width).zip(ids) {
-        assert!(id >= 0.0 && (id as usize) < rows, "id {id} is no row of a table of {rows} rows");
-        let row = &mut table[id as usize * width..][..width];
-        for (sum, grad) in row.iter_mut().zip(grads) {
-            *sum = E::narrow(sum.wide() + grad.wide());
-        }
-    }
+    add_rows(&mut table);
     FlexTensor::from_data(TensorData::new(table, shape))
 }
 
