@@ -31,14 +31,15 @@ fn known() -> MutexGuard<'static, HashMap<usize, Arc<KnownRows>>> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the rows of a tensor outside which all its elements are zero, if it is whole and they are known.
+/// Returns the rows of a tensor outside which all its elements are zero, if they are known and it has the first element
+/// of its memory.
 pub(super) fn known_rows(tensor: &FlexTensor) -> Option<Arc<KnownRows>> {
     let whole = tensor.layout().contiguous_offsets()?;
     let rows = Arc::clone(known().get(&tensor.bytes().as_ptr().addr())?);
     (whole.0 == 0).then_some(rows)
 }
 
-/// Returns whether zeros outside `rows` rows of a table take more time than mapping its memory.
+/// Returns whether zeros take more time than mapping the memory of a table of which `rows` rows were looked up.
 pub(super) fn is_faster<E>(rows: usize, [of_table, width]: [usize; 2]) -> bool {
     /// Bytes of the least table.
     const LEAST: usize = 1 << 20;
@@ -58,9 +59,9 @@ pub(super) fn with_rows<E: Pod>(
 ) -> io::Result<FlexTensor> {
     let len = rows * width * size_of::<E>();
     let mut memory = MmapOptions::new().len(len).map_anon()?;
-    // Huge pages would be cleared whole.
+    // Huge pages would be cleared whole. A system that does not know the advice has none.
     #[cfg(target_os = "linux")]
-    memory.advise(memmap2::Advice::NoHugePage)?;
+    let _ = memory.advise(memmap2::Advice::NoHugePage);
     write(bytemuck::cast_slice_mut(&mut memory));
     numbers.sort_unstable();
     numbers.dedup();

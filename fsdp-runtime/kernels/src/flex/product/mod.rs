@@ -443,6 +443,15 @@ mod tests {
     }
 
     #[test]
+    fn products_without_terms_or_elements_are_computed() {
+        for [rows, inner, columns] in [[3, 0, 4], [0, 5, 4], [3, 5, 0], [0, 0, 0]] {
+            let (a, b) = (elements(rows * inner), elements(inner * columns));
+            let factors = [matrix(&a, [rows, inner], false), matrix(&b, [inner, columns], false)];
+            assert_eq!(new_product(factors), vec![0.0; rows * columns]);
+        }
+    }
+
+    #[test]
     fn parts_cover_the_product_and_are_no_more_than_threads() {
         for [rows, columns] in [[256, 768], [768, 3072], [7, 50_257], [5000, 3]] {
             for threads in [1, 2, 6, 16] {

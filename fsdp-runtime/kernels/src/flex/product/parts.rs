@@ -23,8 +23,10 @@ pub(super) fn for_each_part<'a, E: Copy + Sync>(
     f: impl Fn([usize; 2], [Matrix<'a, E>; 2]) + Sync,
 ) {
     let [part_rows, part_columns] = match threads {
-        Threads::One => [a.rows, b.columns],
-        Threads::Pool => part_shape(rayon::current_num_threads(), [a.rows, a.columns, b.columns]),
+        Threads::Pool if a.rows * b.columns > 0 => {
+            part_shape(rayon::current_num_threads(), [a.rows, a.columns, b.columns])
+        }
+        _ => [a.rows, b.columns],
     };
     if [part_rows, part_columns] == [a.rows, b.columns] {
         f([0, 0], [a, b]);

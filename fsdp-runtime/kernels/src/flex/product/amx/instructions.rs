@@ -39,7 +39,10 @@ fn request() -> bool {
     const TILE: u32 = 1 << 24;
     const BF16: u32 = 1 << 22;
     // The packing of factors uses AVX-512.
-    is_x86_feature_detected!("avx512bw")
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
         && __cpuid_count(7, 0).edx & (TILE | BF16) == TILE | BF16
         // SAFETY: the call changes nothing but what the process may use.
         && unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) } == 0
@@ -152,6 +155,14 @@ macro_rules! for_each_step {
             stride = in(reg) size_of::<f32>() * $sums.1,
             adds = in(reg) usize::from($sums.2),
             row = in(reg) 4 * LANES,
+            out("tmm0") _,
+            out("tmm1") _,
+            out("tmm2") _,
+            out("tmm3") _,
+            out("tmm4") _,
+            out("tmm5") _,
+            out("tmm6") _,
+            out("tmm7") _,
             options(nostack),
         )
     };

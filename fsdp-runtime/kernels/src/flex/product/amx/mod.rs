@@ -4,11 +4,11 @@
 //! Matrices of bf16 are multiplied as they are. An element of f16 is the sum of two numbers of bf16. An element of f32
 //! is the sum of three, a, b, c, whose magnitudes differ by 2⁸ or more. Of the nine products of two such sums, the six
 //! that exceed 2⁻²⁴ of the whole are added: aa, ab, ba, ac, ca, bb. What is left out is less than what a multiplication
-//! of f32 rounds. Sums of 16 products are added to a sum in f32, so that fewer sums are rounded than if products were
-//! added one by one.
+//! of f32 rounds. Products are added to each other before they are added to the sum of an element, so that the sums that
+//! are rounded are smaller than if products were added to it one by one.
 //!
-//! Numbers and sums below 2⁻¹²⁶ are zero: an element of f32 below 2⁻¹¹⁰ loses bits. A product with an element of f16 or
-//! f32 that is infinite, or with one of f32 beyond 3.39 · 10³⁸, is NaN.
+//! Numbers, products and sums below 2⁻¹²⁶ are zero: elements of f32, and products of two, lose bits below 2⁻¹⁰³. A
+//! product with an element of f16 or f32 that is infinite, or with one of f32 of 3.396 · 10³⁸ or more, is NaN.
 //!
 //! The environment variable `FSDP_AMX` turns AMX off if it is `0`.
 
@@ -39,8 +39,8 @@ const RESIDENT: usize = 1152;
 /// Tiles of a block of the other factor.
 const OTHER: usize = 384;
 
-/// Returns whether the product of f32 matrices is computed by AMX. The answer is the same for any number of rows of a
-/// batch, as the order in which the terms of an element are added depends on it.
+/// Returns whether the product of f32 matrices is computed by AMX. The answer does not depend on the number of rows, of
+/// which a batch may have any, unless the product has so few rows and columns that `gemm` has another order for it too.
 pub(super) fn is_faster([a, b]: [Matrix<'_>; 2]) -> bool {
     keeps_bits([a.rows, b.columns]) && b.columns.min(a.columns) >= LANES && is_available()
 }
@@ -59,6 +59,10 @@ pub(super) fn new_product<I: Planes<PLANES>, O: KernelFloat, const PLANES: usize
     if a.columns > ROUNDED && is_rounded::<O>() {
         // The sums of several blocks are added before they are rounded.
         return converted(&new_product::<I, f32, PLANES>([a, b]));
+    }
+    let numel = a.rows * b.columns;
+    if a.columns == 0 || numel == 0 {
+        return vec![O::zeroed(); numel];
     }
     // SAFETY: parts have no element in common, and `multiply_part` writes all elements of its part.
     unsafe {
@@ -370,6 +374,18 @@ mod tests {
         check_bits(bf16::from_f32);
         check_bits(f16::from_f32);
         check_bits::<f32, 3>(|element| element);
+    }
+
+    #[test]
+    fn products_without_terms_or_elements_are_computed() {
+        if !is_available() {
+            return;
+        }
+        for [rows, inner, columns] in [[3, 0, 4], [0, 5, 4], [3, 5, 0], [0, 0, 0]] {
+            let (a, b) = (vec![bf16::ONE; rows * inner], vec![bf16::ONE; inner * columns]);
+            let factors = [matrix(&a, [rows, inner], false), matrix(&b, [inner, columns], false)];
+            assert_eq!(new_product::<_, bf16, 1>(factors), vec![bf16::ZERO; rows * columns]);
+        }
     }
 
     #[test]
