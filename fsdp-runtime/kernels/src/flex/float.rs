@@ -15,6 +15,11 @@ use super::prefetch::{PREFETCH_EVERY, prefetch};
 // `dropped` reads pairs of elements as one integer, the first element in the lower half.
 const _: () = assert!(cfg!(target_endian = "little"), "kernels are for little-endian processors");
 
+/// Returns the tensor if it is contiguous, else a contiguous copy.
+pub(super) fn contiguous(tensor: FlexTensor) -> FlexTensor {
+    if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() }
+}
+
 /// Returns the elements of a contiguous tensor.
 pub(super) fn slice<E: KernelFloat>(tensor: &FlexTensor) -> &[E] {
     tensor.as_slice().expect("a contiguous tensor of this dtype")

@@ -10,8 +10,8 @@ use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use rayon::prelude::*;
 
-use super::float::{slice, with_float_type};
-use super::kernels::{CopyTask, contiguous, copy_tasks};
+use super::float::{contiguous, slice, with_float_type};
+use super::kernels::{CopyTask, copy_tasks};
 use super::new_tensor::{Uninit, new_tensor};
 use crate::Kernels;
 use crate::read_only::{ReadOnly, read_only};

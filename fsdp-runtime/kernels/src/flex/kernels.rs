@@ -10,7 +10,7 @@ use burn::tensor::{DType, Shape, TensorData};
 use burn_std::Scalar;
 use rayon::prelude::*;
 
-use super::float::{KernelFloat, slice, with_float_type};
+use super::float::{KernelFloat, contiguous, slice, with_float_type};
 use super::loops::{convert, convert_over, divide};
 use super::new_tensor::{TASK, Uninit, new_tensor};
 use super::product::Threads;
@@ -34,11 +34,6 @@ use crate::normalization::{
 use crate::random_rounding::RandomRounding;
 use crate::rotary::{RotaryRule, RotaryTensors};
 use crate::update_rules::{self, AdamStep, SgdStep};
-
-/// Returns the tensor if it is contiguous, else a contiguous copy.
-pub(super) fn contiguous(tensor: FlexTensor) -> FlexTensor {
-    if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() }
-}
 
 /// Returns the tensor if it is contiguous and no other tensor shares its memory, else a copy.
 fn exclusive(tensor: FlexTensor) -> FlexTensor {

@@ -8,8 +8,7 @@ use burn::backend::TensorMetadata;
 use burn::backend::flex::FlexTensor;
 use burn::tensor::{DType, Shape};
 
-use super::float::{KernelFloat, slice, with_float_type};
-use super::kernels::contiguous;
+use super::float::{KernelFloat, contiguous, slice, with_float_type};
 use super::known_rows::{known_rows, rows_of_all};
 use super::loops;
 use super::new_tensor::{Uninit, new_tensor};
