@@ -3,15 +3,15 @@
 //! The operating system gives their memory, page by page when it is written. No zeros are written, and pages of rows
 //! that nobody looked up take no memory. Kernels can ask for the rows, and read no others.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::flex::{FlexTensor, Layout};
-use burn::tensor::Shape;
-use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes, DType};
+use burn::tensor::{Element, Shape};
+use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use bytemuck::Pod;
 use memmap2::{MmapMut, MmapOptions};
 
@@ -25,18 +25,17 @@ pub(super) struct KnownRows {
 }
 
 /// The rows of each tensor, by the address of its memory.
-static KNOWN: LazyLock<Mutex<HashMap<usize, Arc<KnownRows>>>> = LazyLock::new(Mutex::default);
+static KNOWN: Mutex<BTreeMap<usize, Arc<KnownRows>>> = Mutex::new(BTreeMap::new());
 
-fn known() -> MutexGuard<'static, HashMap<usize, Arc<KnownRows>>> {
+fn known() -> MutexGuard<'static, BTreeMap<usize, Arc<KnownRows>>> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the rows of a tensor outside which all its elements are zero, if they are known and it has the first element
 /// of its memory.
 pub(super) fn known_rows(tensor: &FlexTensor) -> Option<Arc<KnownRows>> {
-    let whole = tensor.layout().contiguous_offsets()?;
-    let rows = Arc::clone(known().get(&tensor.bytes().as_ptr().addr())?);
-    (whole.0 == 0).then_some(rows)
+    let (0, _) = tensor.layout().contiguous_offsets()? else { return None };
+    known().get(&tensor.bytes().as_ptr().addr()).cloned()
 }
 
 /// Returns whether zeros take more time than mapping the memory of a table of which `rows` rows were looked up.
@@ -51,9 +50,8 @@ pub(super) fn is_faster<E>(rows: usize, [of_table, width]: [usize; 2]) -> bool {
 /// # Errors
 ///
 /// If the operating system does not map memory.
-pub(super) fn with_rows<E: Pod>(
+pub(super) fn with_rows<E: Element + Pod>(
     [rows, width]: [usize; 2],
-    dtype: DType,
     mut numbers: Vec<usize>,
     write: impl FnOnce(&mut [E]),
 ) -> io::Result<FlexTensor> {
@@ -70,7 +68,7 @@ pub(super) fn with_rows<E: Pod>(
     let mapping = Box::new(Mapping { memory, is_known: true });
     // SAFETY: the mapping has as many bytes, which are initialised.
     let bytes = unsafe { Bytes::from_controller(mapping, len) };
-    Ok(FlexTensor::new(bytes, Layout::contiguous(Shape::from([rows, width])), dtype))
+    Ok(FlexTensor::new(bytes, Layout::contiguous(Shape::from([rows, width])), E::dtype()))
 }
 
 /// Memory of a tensor, whose rows are known until it is written.
@@ -153,7 +151,7 @@ mod tests {
     use super::*;
 
     fn tensor(numbers: &[usize]) -> FlexTensor {
-        with_rows([300, 4], DType::F32, numbers.to_vec(), |elements: &mut [f32]| {
+        with_rows([300, 4], numbers.to_vec(), |elements: &mut [f32]| {
             for &number in numbers {
                 elements[number * 4..][..4].fill(number as f32);
             }

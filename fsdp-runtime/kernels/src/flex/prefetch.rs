@@ -17,14 +17,21 @@ pub(super) fn prefetch<E>(elements: &[E]) {
 pub(super) fn prefetch_ahead<const AHEAD: usize, E>(elements: &[E]) {
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        const LINE: usize = 64;
-        let start: *const i8 = elements.as_ptr().cast();
-        for line in (0..size_of_val(elements)).step_by(LINE) {
-            // SAFETY: a prefetch is a hint; any address is allowed and none faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(AHEAD + line)) };
-        }
+        let start = elements.as_ptr().wrapping_byte_add(AHEAD);
+        prefetch_lines::<{ std::arch::x86_64::_MM_HINT_T0 }, E>(start, elements.len());
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = elements;
+}
+
+/// Prefetches the memory of `len` elements. `HINT` is that of `_mm_prefetch`.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(super) fn prefetch_lines<const HINT: i32, E>(start: *const E, len: usize) {
+    const LINE: usize = 64;
+    for line in (0..len * size_of::<E>()).step_by(LINE) {
+        let address: *const i8 = start.wrapping_byte_add(line).cast();
+        // SAFETY: a prefetch is a hint; any address is allowed and none faults.
+        unsafe { std::arch::x86_64::_mm_prefetch::<HINT>(address) };
+    }
 }

@@ -33,7 +33,7 @@ pub(super) fn gradient<E: KernelFloat>(grads: &[E], ids: &[f32], shape: Shape) -
         }
     };
     if is_faster::<E>(numbers.len(), [rows, width])
-        && let Ok(table) = with_rows([rows, width], E::dtype(), numbers.clone(), add_rows)
+        && let Ok(table) = with_rows([rows, width], numbers.clone(), add_rows)
     {
         return table;
     }

@@ -385,6 +385,41 @@ mod tests {
         (0..len).map(|at| ((at * 7919) % 1013) as f32 * 0.001 - 0.5).collect()
     }
 
+    /// Rows, inner sizes and columns of products.
+    pub(in crate::flex::product) const SIZES: [[usize; 3]; 9] = [
+        [1, 1, 1],
+        [5, 3, 33],
+        [12, 64, 32],
+        [500, 129, 70],
+        [31, 2500, 40],
+        [13, 1024, 1100],
+        [260, 2049, 65],
+        [64, 96, 48],
+        [1500, 40, 33],
+    ];
+
+    /// Returns an element of a matrix.
+    pub(in crate::flex::product) fn element<E: KernelFloat>(
+        matrix: Matrix<'_, E>,
+        [row, column]: [usize; 2],
+    ) -> f64 {
+        matrix.elements[row * matrix.row_stride + column * matrix.column_stride].wide().into()
+    }
+
+    /// Calls `f` with the factors as f32, in the layouts that they have.
+    pub(in crate::flex::product) fn with_widened<E: KernelFloat, R>(
+        factors: [Matrix<'_, E>; 2],
+        f: impl FnOnce([Matrix<'_>; 2]) -> R,
+    ) -> R {
+        let elements = factors.map(|matrix| -> Vec<f32> {
+            matrix.elements.iter().map(|element| element.wide()).collect()
+        });
+        f([0, 1].map(|at| {
+            let Matrix { rows, columns, row_stride, column_stride, .. } = factors[at];
+            Matrix { elements: &elements[at], rows, columns, row_stride, column_stride }
+        }))
+    }
+
     /// Returns a matrix of these sizes, whose rows or columns are consecutive elements.
     pub(in crate::flex::product) fn matrix<E: Copy>(
         elements: &[E],

@@ -157,29 +157,22 @@ mod tests {
     use half::{bf16, f16};
 
     use super::super::multiply_by_gemm;
-    use super::super::tests::{elements, matrix};
+    use super::super::tests::{elements, matrix, with_widened};
     use super::*;
 
     fn narrowed<E: KernelFloat>(len: usize) -> Vec<E> {
         elements(len).into_iter().map(E::narrow).collect()
     }
 
-    fn wide<E: KernelFloat>(elements: &[E]) -> Vec<f32> {
-        elements.iter().map(|element| element.wide()).collect()
-    }
-
     /// Returns the product of converted factors.
-    fn of_converted<I: KernelFloat>([a, b]: [Matrix<'_, I>; 2]) -> Vec<f32> {
-        let elements = [wide(a.elements), wide(b.elements)];
-        let of = |matrix: Matrix<'_, I>, at: usize| {
-            let Matrix { rows, columns, row_stride, column_stride, .. } = matrix;
-            Matrix { elements: &elements[at][..], rows, columns, row_stride, column_stride }
-        };
-        let mut product = vec![0f32; a.rows * b.columns];
-        let target = Target { start: product.as_mut_ptr(), stride: b.columns };
-        // SAFETY: the vector has room for the product.
-        unsafe { multiply_by_gemm(Threads::Pool, target, false, 1.0, [of(a, 0), of(b, 1)]) };
-        product
+    fn of_converted<I: KernelFloat>(factors: [Matrix<'_, I>; 2]) -> Vec<f32> {
+        with_widened(factors, |[a, b]| {
+            let mut product = vec![0f32; a.rows * b.columns];
+            let target = Target { start: product.as_mut_ptr(), stride: b.columns };
+            // SAFETY: the vector has room for the product.
+            unsafe { multiply_by_gemm(Threads::Pool, target, false, 1.0, [a, b]) };
+            product
+        })
     }
 
     fn check<I: KernelFloat + PartialEq>(adds: bool, sizes: &[[usize; 3]]) {

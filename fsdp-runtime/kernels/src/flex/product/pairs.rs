@@ -6,12 +6,11 @@
 //! elements and sums below 2^-126 for zero.
 
 use std::cell::RefCell;
-use std::ops::Range;
 
 use half::bf16;
 use multiversion::multiversion;
 
-use super::parts::{Target, Threads, new_in_parts, write_row};
+use super::parts::{Target, Threads, new_in_parts, ranges, write_row};
 use super::{Matrix, converted};
 use crate::flex::float::KernelFloat;
 
@@ -104,11 +103,6 @@ unsafe fn multiply_part<E: KernelFloat>(
             }
         }
     });
-}
-
-/// Returns the ranges of at most `size` of `count` rows or columns.
-fn ranges(count: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..count).step_by(size).map(move |start| start..(start + size).min(count))
 }
 
 /// Writes the product of a packed block, or adds it.
@@ -267,7 +261,7 @@ fn multiply_by_instruction(a: &[[u32; ROWS]], b: &[[u32; COLUMNS]], tile: &mut T
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{elements, matrix};
+    use super::super::tests::{SIZES, element, elements, matrix};
     use super::*;
 
     /// Computes a tile as the instruction does.
@@ -288,16 +282,6 @@ mod tests {
         elements(len).into_iter().map(|element| bf16::from_f32(element * scale)).collect()
     }
 
-    const SIZES: [[usize; 3]; 7] = [
-        [1, 1, 1],
-        [5, 3, 33],
-        [12, 64, 32],
-        [500, 129, 70],
-        [31, 2500, 40],
-        [13, 1024, 1100],
-        [260, 2049, 65],
-    ];
-
     fn check(multiply: Multiply) {
         for [rows, inner, columns] in SIZES {
             let (a, b) = (narrow(rows * inner, 1.0), narrow(inner * columns, 0.5));
@@ -306,13 +290,10 @@ mod tests {
             {
                 let a = matrix(&a, [rows, inner], transposed_a);
                 let b = matrix(&b, [inner, columns], transposed_b);
-                let at = |m: &Matrix<'_, bf16>, row: usize, column: usize| {
-                    m.elements[row * m.row_stride + column * m.column_stride].to_f64()
-                };
                 let found = product_by::<f32>(multiply, Threads::One, [a, b]);
                 for (number, found) in found.iter().enumerate() {
                     let (row, column) = (number / columns, number % columns);
-                    let terms = (0..inner).map(|i| at(&a, row, i) * at(&b, i, column));
+                    let terms = (0..inner).map(|i| element(a, [row, i]) * element(b, [i, column]));
                     let sum: f64 = terms.clone().sum();
                     // The bound of the error of as many sums in f32.
                     let bound = inner as f64 * 2f64.powi(-24) * terms.map(f64::abs).sum::<f64>();

@@ -1,5 +1,7 @@
 //! The division of a product into parts and blocks, and the memory that they write.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::Matrix;
@@ -145,6 +147,11 @@ fn last(size: usize, part: usize) -> usize {
 /// and columns.
 pub(super) fn keeps_bits([rows, columns]: [usize; 2]) -> bool {
     rows > 1 && columns > 1 && rows * columns > 256 && (rows > 64 || columns > 64)
+}
+
+/// Returns the ranges of at most `size` of `count` rows or columns.
+pub(super) fn ranges(count: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..count).step_by(size).map(move |start| start..(start + size).min(count))
 }
 
 /// Returns the start and the length of each block of `count` rows or columns. The last block has those that are left

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 /// Name of the environment variable that turns off products by AMX: `0`.
-pub(super) const AMX: &str = "FSDP_AMX";
+const AMX: &str = "FSDP_AMX";
 
 /// Rows of a tile, and pairs of elements of a row.
 pub(super) const LANES: usize = 16;
@@ -89,23 +89,27 @@ impl Drop for Registers {
 /// Loads both tiles of the first, or second, factor, of the plane at an offset.
 macro_rules! load {
     (a, $plane:literal) => {
-        concat!(
-            "tileloadd tmm4, [{a} + {row} + ",
-            $plane,
-            " * 2048]\n",
-            "tileloadd tmm5, [{a} + {row} + ",
-            $plane,
-            " * 2048 + 1024]\n"
-        )
+        load!("4", "5", "a", $plane)
     };
     (b, $plane:literal) => {
+        load!("6", "7", "b", $plane)
+    };
+    ($first:literal, $second:literal, $factor:literal, $plane:literal) => {
         concat!(
-            "tileloadd tmm6, [{b} + {row} + ",
+            "tileloadd tmm",
+            $first,
+            ", [{",
+            $factor,
+            "} + {row} + ",
             $plane,
             " * 2048]\n",
-            "tileloadd tmm7, [{b} + {row} + ",
+            "tileloadd tmm",
+            $second,
+            ", [{",
+            $factor,
+            "} + {row} + ",
             $plane,
-            " * 2048 + 1024]\n"
+            " * 2048 + 1024]\n",
         )
     };
 }

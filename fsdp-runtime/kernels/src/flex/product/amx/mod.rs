@@ -15,7 +15,7 @@
 mod instructions;
 mod pack;
 
-use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+use std::arch::x86_64::_MM_HINT_ET0;
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -24,9 +24,11 @@ use multiversion::multiversion;
 pub(super) use self::instructions::is_available;
 use self::instructions::{BLOCK, LANES, Registers, Sums, Tile, multiply};
 use self::pack::{Order, Planes, pack, tiles};
-use super::parts::{Target, Threads, keeps_bits, new_in_parts, write_row};
+use super::parts::{Target, Threads, keeps_bits, new_in_parts, ranges, write_row};
 use super::{Matrix, converted};
 use crate::flex::float::KernelFloat;
+use crate::flex::loops::convert_over;
+use crate::flex::prefetch::prefetch_lines;
 
 /// Largest inner size of a block of one plane.
 const INNER: usize = 1152;
@@ -174,13 +176,8 @@ pub(super) unsafe fn multiply_part<I: Planes<PLANES>, O: KernelFloat, const PLAN
 
 /// Prefetches a block of the target, to be written.
 fn prefetch<E>(target: Target<E>, [rows, columns]: [usize; 2]) {
-    const LINE: usize = 64;
     for row in 0..rows {
-        let start = target.part(row, 0).start.cast::<i8>();
-        for line in (0..size_of::<E>() * columns).step_by(LINE) {
-            // SAFETY: a prefetch is a hint; any address is allowed and none faults.
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(start.wrapping_add(line)) };
-        }
+        prefetch_lines::<_MM_HINT_ET0, E>(target.part(row, 0).start, columns);
     }
 }
 
@@ -190,11 +187,6 @@ fn of_len(tiles: &mut Vec<Tile>, len: usize) -> &mut [Tile] {
         tiles.resize(len, Tile([[0; LANES]; LANES]));
     }
     &mut tiles[..len]
-}
-
-/// Returns the ranges of at most `size` of `count` rows or columns.
-fn ranges(count: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..count).step_by(size).map(move |start| start..(start + size).min(count))
 }
 
 /// Returns ranges of at most `size`, a multiple of [`BLOCK`], of about the same length.
@@ -212,9 +204,7 @@ unsafe fn read<E: KernelFloat>(target: Target<E>, [rows, columns]: [usize; 2], s
     for (row, sums) in sums.0.iter_mut().take(rows).enumerate() {
         // SAFETY: as the caller promises.
         let elements = unsafe { std::slice::from_raw_parts(target.part(row, 0).start, columns) };
-        for (sum, element) in sums.iter_mut().zip(elements) {
-            *sum = element.wide();
-        }
+        convert_over(elements, &mut sums[..columns]);
     }
 }
 
@@ -242,22 +232,11 @@ unsafe fn write<E: KernelFloat>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::multiply_as_it_is;
-    use super::super::tests::{elements, matrix};
-    use super::*;
     use half::{bf16, f16};
 
-    const SIZES: [[usize; 3]; 9] = [
-        [1, 1, 1],
-        [5, 3, 33],
-        [12, 64, 32],
-        [500, 129, 70],
-        [31, 2500, 40],
-        [13, 1024, 1100],
-        [260, 2049, 65],
-        [64, 96, 48],
-        [1500, 40, 33],
-    ];
+    use super::super::multiply_as_it_is;
+    use super::super::tests::{SIZES, element, elements, matrix, with_widened};
+    use super::*;
 
     /// Returns the product, added to ones if `adds` is true.
     fn product_of<E: Planes<PLANES>, const PLANES: usize>(
@@ -279,18 +258,13 @@ mod tests {
         adds: bool,
         scale: f32,
     ) -> Vec<f32> {
-        let elements = factors.map(|matrix| -> Vec<f32> {
-            matrix.elements.iter().map(|element| element.wide()).collect()
-        });
-        let [a, b] = [0, 1].map(|at| {
-            let Matrix { rows, columns, row_stride, column_stride, .. } = factors[at];
-            Matrix { elements: &elements[at][..], rows, columns, row_stride, column_stride }
-        });
-        let mut product = vec![1f32; a.rows * b.columns];
-        let target = Target { start: product.as_mut_ptr(), stride: b.columns };
-        // SAFETY: the vector has room for the product.
-        unsafe { multiply_as_it_is(target, adds, scale, [a, b]) };
-        product
+        with_widened(factors, |[a, b]| {
+            let mut product = vec![1f32; a.rows * b.columns];
+            let target = Target { start: product.as_mut_ptr(), stride: b.columns };
+            // SAFETY: the vector has room for the product.
+            unsafe { multiply_as_it_is(target, adds, scale, [a, b]) };
+            product
+        })
     }
 
     /// Returns the largest errors of products of all layouts by AMX and by the kernel for f32, over the sums of the
@@ -309,15 +283,13 @@ mod tests {
             {
                 let a = matrix(&a, [rows, inner], transposed_a);
                 let b = matrix(&b, [inner, columns], transposed_b);
-                let at = |m: &Matrix<'_, E>, row: usize, column: usize| {
-                    f64::from(m.elements[row * m.row_stride + column * m.column_stride].wide())
-                };
                 for (adds, scale) in [(false, 1.0), (true, 0.5)] {
                     let found =
                         [product_of([a, b], adds, scale), product_in_f32([a, b], adds, scale)];
                     for number in 0..rows * columns {
                         let (row, column) = (number / columns, number % columns);
-                        let terms = (0..inner).map(|i| at(&a, row, i) * at(&b, i, column));
+                        let terms =
+                            (0..inner).map(|i| element(a, [row, i]) * element(b, [i, column]));
                         let before = if adds { 1.0 } else { 0.0 };
                         let sum = before + f64::from(scale) * terms.clone().sum::<f64>();
                         let size = before + f64::from(scale) * terms.map(f64::abs).sum::<f64>();
@@ -388,26 +360,29 @@ mod tests {
         }
     }
 
+    /// Checks that a NaN makes those elements NaN that depend on it.
+    fn check_nan<E: Planes<PLANES>, const PLANES: usize>(nan: E) {
+        let narrowed =
+            |len: usize| -> Vec<E> { elements(len).into_iter().map(E::narrow).collect() };
+        let (mut a, b) = (narrowed(40 * 70), narrowed(70 * 40));
+        a[3 * 70 + 65] = nan;
+        let factors = [matrix(&a, [40, 70], false), matrix(&b, [70, 40], false)];
+        for (at, element) in product_of(factors, false, 1.0).into_iter().enumerate() {
+            assert_eq!(element.is_nan(), at / 40 == 3, "{at}");
+        }
+    }
+
     #[test]
     fn a_nan_stays_where_it_is() {
         if !is_available() {
             return;
         }
-        // A NaN with bits that rounding would carry into the sign.
+        // NaNs with bits that rounding would carry into the sign are among them.
         for nan in [f32::NAN, f32::from_bits(0x7FFF_FFFF), f32::from_bits(0xFFFF_FFFF)] {
-            let (mut a, b) = (elements(40 * 70), elements(70 * 40));
-            a[3 * 70 + 65] = nan;
-            let factors = [matrix(&a, [40, 70], false), matrix(&b, [70, 40], false)];
-            for (at, element) in product_of(factors, false, 1.0).into_iter().enumerate() {
-                assert_eq!(element.is_nan(), at / 40 == 3, "{at}");
-            }
+            check_nan(nan);
         }
-        let (mut a, b) = (vec![bf16::ONE; 40 * 70], vec![bf16::ONE; 70 * 40]);
-        a[3 * 70 + 65] = bf16::NAN;
-        let factors = [matrix(&a, [40, 70], false), matrix(&b, [70, 40], false)];
-        for (at, element) in product_of(factors, false, 1.0).into_iter().enumerate() {
-            assert_eq!(element.is_nan(), at / 40 == 3, "{at}");
-        }
+        check_nan(bf16::NAN);
+        check_nan(f16::NAN);
     }
 
     /// Large, small and denormal elements of f32 keep their bits as far as the module says.

@@ -1,14 +1,15 @@
 //! The layout of factors that the tile instructions read.
 
 use std::arch::x86_64::{
-    __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_loadu_si512, _mm512_permutex2var_epi32,
-    _mm512_setzero_si512, _mm512_storeu_si512,
+    __m512i, _MM_HINT_T0, _mm512_loadu_si512, _mm512_permutex2var_epi32, _mm512_setzero_si512,
+    _mm512_storeu_si512,
 };
 
 use half::{bf16, f16};
 
 use super::instructions::{BLOCK, DEPTH, LANES, Tile};
 use crate::flex::float::KernelFloat;
+use crate::flex::prefetch::prefetch_lines;
 use crate::flex::product::Matrix;
 
 /// An element as a sum of numbers of bf16, one for each plane.
@@ -98,18 +99,13 @@ const AHEAD: usize = 2;
 /// Prefetches a block of a matrix.
 #[inline(always)]
 fn prefetch_block<E: Copy>(matrix: Matrix<'_, E>, (group, step): (usize, usize)) {
-    const LINE: usize = 64;
     let Matrix { elements, row_stride, column_stride, .. } = matrix;
     let start =
         elements.as_ptr().wrapping_add(group * BLOCK * row_stride + step * DEPTH * column_stride);
     // Elements of a row, or of a column, are consecutive.
     let distance = row_stride.max(column_stride);
     for line in 0..BLOCK.max(DEPTH) {
-        let start = start.wrapping_add(line * distance).cast::<i8>();
-        for byte in (0..DEPTH * size_of::<E>()).step_by(LINE) {
-            // SAFETY: a prefetch is a hint; any address is allowed and none faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(byte)) };
-        }
+        prefetch_lines::<_MM_HINT_T0, E>(start.wrapping_add(line * distance), DEPTH);
     }
 }
 
